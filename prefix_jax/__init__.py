@@ -1,0 +1,6 @@
+"""prefix-jax: language models over many prompts that begin alike, each distinct prefix computed once."""
+
+from prefix_jax.engine import EngineConfig as EngineConfig
+from prefix_jax.llm import LLM as LLM
+from prefix_jax.request import RequestOutput as RequestOutput
+from prefix_jax.request import SamplingParams as SamplingParams

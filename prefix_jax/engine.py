@@ -1,0 +1,277 @@
+"""The loop: admit, schedule, run, collect; one step in flight. It knows requests and tokens, not where they came from."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
+
+import jax
+import numpy as np
+
+from pallas_kernels import default_implementation, tile_rows
+from prefix_jax.models.llama import Llama
+from prefix_jax.policies import POLICIES
+from prefix_jax.prefix_cache import PrefixCache
+from prefix_jax.prefix_pool import PrefixPool
+from prefix_jax.request import CompletionOutput, Request, RequestMetrics, RequestOutput, Sequence
+from prefix_jax.runner import Runner
+from prefix_jax.scheduler import Scheduler, StepPlan
+from prefix_jax.step_batch import Batcher, Tiling, make_buckets
+from prefix_jax.tokenizer import IncrementalDecoder, Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How an engine runs, apart from what model it runs. None is chosen for the device.
+
+    page_size: positions in a page. num_pages: pages in the pool; None: what `memory_fraction` of the device leaves free.
+    max_model_len: positions of prompt and output together; None: the model's. max_num_seqs: sequences running at once.
+    max_num_batched_tokens: positions computed in one step. pin_fraction: of the pool, for declared prefixes. attention:
+    the implementation, by name. check: recount the cache after every step, for debugging.
+    """
+
+    page_size: int = 16
+    num_pages: int | None = None
+    memory_fraction: float = 0.9
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    enable_prefix_caching: bool = True
+    schedule_policy: str = "fifo"
+    pin_fraction: float = 0.5
+    attention: str | None = None
+    seed: int | None = 0
+    check: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("page_size", "num_pages", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+            value = getattr(self, name)
+            if value is None and name != "page_size":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        for name in ("memory_fraction", "pin_fraction"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be in (0, 1], got {getattr(self, name)!r}")
+        if self.schedule_policy not in POLICIES:
+            raise ValueError(f"schedule_policy must be one of {', '.join(POLICIES)}, got {self.schedule_policy!r}")
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A step the device is computing: its plan, and each row's token once it is done."""
+
+    plan: StepPlan
+    tokens: jax.Array
+
+
+class Engine:
+    """Runs requests over one model. One thread calls `step`; any thread may call `abort`."""
+
+    def __init__(self, model: Llama, tokenizer: Tokenizer | None, config: EngineConfig, *, use_tqdm: bool = False):
+        self.config = config
+        self.tokenizer = tokenizer
+        self.eos_ids = frozenset(model.config.eos_ids) | (tokenizer.eos_ids if tokenizer else frozenset())
+        attention = config.attention or default_implementation()
+        on_gpu = attention == "pallas"
+        self.max_model_len = min(config.max_model_len or model.config.max_position, model.config.max_position)
+        self.max_num_batched_tokens = config.max_num_batched_tokens or (8192 if on_gpu else 512)
+        self.max_num_seqs = min(config.max_num_seqs or (256 if on_gpu else 32), self.max_num_batched_tokens)
+        rows = tile_rows(attention, model.config.group_size, model.dtype)
+        tiling = Tiling(rows, narrow_programs=528, wide_programs=264) if on_gpu else Tiling(rows)
+        buckets = make_buckets(
+            self.max_num_seqs, self.max_num_batched_tokens, model.config.num_kv_heads, tiling, step=2 if on_gpu else 8
+        )
+        self.batcher = Batcher(buckets, self.max_num_seqs, max_pages=-(-self.max_model_len // config.page_size))
+        started = time.monotonic()
+        self.runner = Runner(
+            model,
+            self.batcher,
+            page_size=config.page_size,
+            num_pages=config.num_pages,
+            memory_fraction=config.memory_fraction,
+            attention=attention,
+            use_tqdm=use_tqdm,
+        )
+        self.warmup_seconds = time.monotonic() - started
+        self.random = random.Random(config.seed)
+        self.sequences: dict[str, Sequence] = {}  # unfinished, by request id
+        self.decoders: dict[str, IncrementalDecoder] = {}  # of those with stop strings
+        self.commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self.num_added = 0
+        self.num_steps = 0
+        self.in_flight: InFlight | None = None
+        self.recovering = False
+        self._make_host_half()
+
+    def _make_host_half(self) -> None:
+        config, num_pages = self.config, self.runner.num_pages
+        self.cache = PrefixCache(num_pages, config.page_size)
+        self.prefixes = PrefixPool(self.cache, int(num_pages * config.pin_fraction))
+        self.scheduler = Scheduler(
+            self.cache,
+            self.prefixes,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            policy=config.schedule_policy,
+            caching=config.enable_prefix_caching,
+        )
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.sequences) or self.in_flight is not None
+
+    def add(self, request: Request) -> None:
+        """Queues a request. ValueError if its id is in use, or its prompt can never fit into the pool."""
+        if request.request_id in self.sequences:
+            raise ValueError(f"request id {request.request_id!r} is in use")
+        seed = request.sampling.seed
+        sequence = Sequence(request, self.num_added, self.random.getrandbits(64) if seed is None else seed)
+        self.scheduler.add(sequence)
+        self.num_added += 1
+        self.sequences[request.request_id] = sequence
+        if request.sampling.stop:
+            self.decoders[request.request_id] = self._decoder(sequence)
+        if request.max_len <= sequence.prompt_len:
+            self.scheduler.finish(sequence, "length", f"the prompt fills the context of {self.max_model_len} tokens")
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request before the next step; unknown and finished ones are left alone. Safe from any thread."""
+        self.commands.put(lambda: self._abort(request_id))
+
+    def step(self) -> list[RequestOutput]:
+        """Starts the next step while the device computes the last one, then collects that one. Returns what finished."""
+        while not self.commands.empty():
+            self.commands.get()()
+        try:
+            plan = self.scheduler.schedule()
+            launched = self._launch(plan) if plan.chunks else None
+            self._collect()
+            self.in_flight, self.recovering = launched, False
+        except (RuntimeError, MemoryError) as error:  # XLA's errors are RuntimeErrors
+            self._recover(error)
+        if self.config.check:
+            self.cache.check()
+        return [self._output(sequence) for sequence in self._take_finished()]
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _launch(self, plan: StepPlan) -> InFlight:
+        self.num_steps += 1
+        return InFlight(plan, self.runner.dispatch(self.batcher.build(plan)))
+
+    def _collect(self) -> None:
+        """Reads the tokens of the step in flight and hands each to its sequence."""
+        if self.in_flight is None:
+            return
+        tokens = np.asarray(self.in_flight.tokens).tolist()
+        plan, self.in_flight = self.in_flight.plan, None
+        now = time.monotonic()
+        for chunk in plan.chunks:
+            sequence = chunk.sequence
+            sequence.pending -= chunk.samples
+            if sequence.finish_reason is not None:
+                continue  # aborted, or found finished one step late: the token is dropped
+            if chunk.samples:
+                sequence.tokens.append(tokens[chunk.row])
+                sequence.first_token_time = sequence.first_token_time or now
+            self.scheduler.settle(sequence)
+            if chunk.samples:
+                self._finish_if_done(sequence)
+
+    def _finish_if_done(self, sequence: Sequence) -> None:
+        sampling, token = sequence.request.sampling, sequence.tokens[-1]
+        if token in self.eos_ids and not sampling.ignore_eos:
+            self.scheduler.finish(sequence, "stop")
+        elif token in sampling.stop_token_ids:
+            self.scheduler.finish(sequence, "stop", token)
+        elif (stop := self._find_stop(sequence)) is not None:
+            self.scheduler.finish(sequence, "stop", stop)
+        elif len(sequence.tokens) >= sequence.request.max_len:
+            self.scheduler.finish(sequence, "length")
+
+    def _find_stop(self, sequence: Sequence) -> str | None:
+        """The stop string that the last token completed, if any; the text then ends before it."""
+        decoder = self.decoders.get(sequence.request.request_id)
+        if decoder is None:
+            return None
+        before = len(sequence.text or "")
+        sequence.text = (sequence.text or "") + decoder.push(sequence.tokens[-1])
+        found = []
+        for stop in sequence.request.sampling.stop:
+            position = sequence.text.find(stop, max(0, before - len(stop) + 1))
+            if position >= 0:
+                found.append((position, stop))
+        if not found:
+            return None
+        position, stop = min(found)
+        sequence.text = sequence.text[:position]
+        return stop
+
+    def _abort(self, request_id: str) -> None:
+        sequence = self.sequences.get(request_id)
+        if sequence is not None and sequence.finish_reason is None:
+            self.scheduler.finish(sequence, "abort")
+
+    def _take_finished(self) -> list[Sequence]:
+        finished, self.scheduler.finished = self.scheduler.finished, []
+        for sequence in finished:
+            sequence.finished_time = time.monotonic()
+            del self.sequences[sequence.request.request_id]
+        return finished
+
+    def _output(self, sequence: Sequence) -> RequestOutput:
+        request = sequence.request
+        token_ids = sequence.output_token_ids
+        answer = CompletionOutput(0, self._text(sequence), token_ids, sequence.finish_reason, sequence.stop_reason)
+        return RequestOutput(
+            request.request_id,
+            request.prompt,
+            list(request.prompt_token_ids),
+            [answer],
+            num_cached_tokens=sequence.num_cached_tokens or 0,
+            metrics=RequestMetrics(request.arrival_time, sequence.first_token_time, sequence.finished_time),
+            seed=sequence.seed,
+        )
+
+    def _text(self, sequence: Sequence) -> str:
+        decoder = self.decoders.pop(sequence.request.request_id, None)
+        if isinstance(sequence.stop_reason, str) and sequence.finish_reason == "stop":
+            return sequence.text
+        if decoder is not None:
+            return (sequence.text or "") + decoder.flush()
+        if self.tokenizer is None:
+            return ""
+        decoder = self._decoder(sequence)
+        return "".join(map(decoder.push, sequence.output_token_ids)) + decoder.flush()
+
+    def _decoder(self, sequence: Sequence) -> IncrementalDecoder:
+        request = sequence.request
+        return IncrementalDecoder(self.tokenizer, request.prompt_token_ids, request.sampling.skip_special_tokens)
+
+    def _recover(self, error: Exception) -> None:
+        """The device failed and may have lost the store, which was donated: a fresh one, an empty cache, and every
+        unfinished sequence resumes by recompute with the tokens it has. A second failure in a row is raised."""
+        if self.recovering:
+            raise error
+        log.warning("a step failed, its sequences start over from their tokens: %s", error)
+        self.recovering = True
+        try:
+            self._collect()  # what the step before computed is not lost
+        except RuntimeError:
+            self.in_flight = None
+        finished = self.scheduler.finished
+        self.runner.reset()
+        self.batcher.forget_rows()
+        self._make_host_half()
+        self.scheduler.finished = finished
+        for sequence in self.sequences.values():
+            if sequence.finish_reason is None:
+                sequence.reset()
+                self.scheduler.add(sequence)

@@ -1,0 +1,1 @@
+"""Model families: pure functions over arrays, written as Flax NNX modules."""

@@ -1,0 +1,293 @@
+"""The Llama transformer in Flax NNX: one step over tokens of many sequences, with K and V in slots it is handed.
+
+It knows nothing of pages, sequences or batches: where K and V go is `slots`, who reads what is `attend`.
+Queries, keys and values come from one product, gate and up from another; both are laid out by KV head and by MLP
+column, the axes a mesh can shard.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+ARCHITECTURES = ("LlamaForCausalLM",)
+ROPE_TYPES = ("default", "llama3")
+
+Slots = Float[Array, "num_slots Hkv D"]
+KVStore = tuple[tuple[Slots, Slots], ...]
+Attend = Callable[[Float[Array, "T Hq D"], Slots, Slots], Float[Array, "T Hq D"]]
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """`llama3` scaling of RoPE: long wavelengths slowed by `factor`, short ones kept, a ramp in between."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+    def __post_init__(self) -> None:
+        values = (self.factor, self.low_freq_factor, self.high_freq_factor, self.original_max_position)
+        if min(values) <= 0 or self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(f"llama3 RoPE scaling wants positive numbers and low < high frequency factor, got {self}")
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """Sizes and constants of one model. ValueError when they contradict each other."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    rope_divisors: tuple[float, ...] | None = None  # one per frequency, as GGUF files store a scaling they computed
+    tie_word_embeddings: bool = False
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
+                     "head_dim", "max_position"):  # fmt: skip
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        for name in ("rms_norm_eps", "rope_theta"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
+                raise ValueError(f"{name} must be a positive number, got {getattr(self, name)!r}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"{self.num_heads} query heads do not divide among {self.num_kv_heads} KV heads")
+        if self.head_dim % 2:
+            raise ValueError(f"RoPE turns pairs: head_dim must be even, got {self.head_dim}")
+        if self.rope_divisors is not None and len(self.rope_divisors) != self.head_dim // 2:
+            raise ValueError(f"{len(self.rope_divisors)} RoPE divisors for {self.head_dim // 2} frequencies")
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that read one KV head (G)."""
+        return self.num_heads // self.num_kv_heads
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> "LlamaConfig":
+        """Reads the contents of a Hugging Face config.json. ValueError names whatever this model does not compute."""
+        _refuse_unknown(config)
+        rope = _rope_parameters(config)
+        missing = [key for key in _REQUIRED if config.get(key) is None]
+        if missing:
+            raise ValueError(f"config lacks {', '.join(missing)}")
+        heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        head_dim = config.get("head_dim")
+        if head_dim is None:
+            if not heads or hidden % heads:
+                raise ValueError(f"hidden_size {hidden} over {heads} heads is no integer, and head_dim is not stated")
+            head_dim = hidden // heads
+        kv_heads = config.get("num_key_value_heads")
+        eos = config.get("eos_token_id")
+        return cls(
+            vocab_size=config["vocab_size"],
+            hidden_size=hidden,
+            intermediate_size=config["intermediate_size"],
+            num_layers=config["num_hidden_layers"],
+            num_heads=heads,
+            num_kv_heads=heads if kv_heads is None else kv_heads,
+            head_dim=head_dim,
+            max_position=config.get("max_position_embeddings", 2048),
+            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
+            rope_scaling=_rope_scaling(rope),
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            bos_id=config.get("bos_token_id"),
+            eos_ids=tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,),
+        )
+
+
+_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_KNOWN_VALUES = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "partial_rotary_factor": 1.0,
+    "sliding_window": None,
+    "quantization_config": None,
+}
+
+
+def _refuse_unknown(config: Mapping[str, Any]) -> None:
+    architectures = config.get("architectures") or ()
+    model_type = config.get("model_type", "llama")
+    if model_type != "llama" or any(name not in ARCHITECTURES for name in architectures):
+        got = ", ".join(architectures) or f"model_type {model_type!r}"
+        raise ValueError(f"unknown architecture {got}; known: {', '.join(ARCHITECTURES)}")
+    for key, known in _KNOWN_VALUES.items():
+        if config.get(key) is not None and config[key] != known:
+            raise ValueError(f"{key} = {config[key]!r} is not supported; known: {known!r}")
+
+
+def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`rope_parameters` (transformers 5) or `rope_scaling` (before), whose type is under `rope_type` or `type`."""
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    kind = rope.setdefault("rope_type", rope.get("type", "default"))
+    if kind not in ROPE_TYPES or any(isinstance(value, Mapping) for value in rope.values()):
+        got = repr(kind) if kind not in ROPE_TYPES else f"parameters by layer type ({', '.join(rope)})"
+        raise ValueError(f"unknown RoPE type {got}; known: {', '.join(ROPE_TYPES)}")
+    return rope
+
+
+def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
+    if rope["rope_type"] == "default":
+        return None
+    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    missing = [key for key in keys if rope.get(key) is None]
+    if missing:
+        raise ValueError(f"RoPE type llama3 lacks {', '.join(missing)}")
+    return RopeScaling(*(rope[key] for key in keys))
+
+
+def rope_frequencies(config: LlamaConfig) -> np.ndarray:
+    """Radians per position of each pair: float32 [D/2], computed in float64."""
+    frequencies = config.rope_theta ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
+    if config.rope_divisors is not None:
+        frequencies = frequencies / np.asarray(config.rope_divisors)
+    if (scaling := config.rope_scaling) is not None:
+        turns = scaling.original_max_position * frequencies / (2 * np.pi)  # full turns within the original context
+        kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+        kept = np.clip(kept, 0.0, 1.0)
+        frequencies = frequencies * (kept + (1 - kept) / scaling.factor)
+    return frequencies.astype(np.float32)
+
+
+def rope_phases(config: LlamaConfig, positions: Int[Array, "T"], dtype: Any) -> tuple[Array, Array]:
+    """cos and sin [T, 1, D/2] in `dtype`. The phases are float32: bfloat16 cannot count past 256."""
+    phases = positions.astype(jnp.float32)[:, None, None] * rope_frequencies(config)
+    return jnp.cos(phases).astype(dtype), jnp.sin(phases).astype(dtype)
+
+
+def rotate(x: Float[Array, "T H D"], cos: Array, sin: Array) -> Float[Array, "T H D"]:
+    """Turns the pairs (i, i + D/2), the order of Hugging Face checkpoints."""
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def rms_norm(x: Float[Array, "T E"], weight: Float[Array, "E"], eps: float) -> Float[Array, "T E"]:
+    x32 = x.astype(jnp.float32)
+    scaled = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    return scaled.astype(x.dtype) * weight
+
+
+def _product(equation: str, x: Array, weight: Array, out_dtype: Any = None) -> Array:
+    """float32 products are exact ones also on a GPU, whose default would round their operands to TF32."""
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.einsum(equation, x, weight, precision=precision, preferred_element_type=out_dtype)
+
+
+@partial(jax.jit, static_argnames=("shape", "dtype"))
+def _normal(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
+    return jax.random.normal(key, shape, dtype) * jnp.asarray(0.02, dtype)
+
+
+def _parameter(shape: tuple[int, ...], dtype: Any, rngs: nnx.Rngs | None) -> nnx.Param:
+    """Norm weights start at one, matrices at random; without `rngs` there is a shape to be filled."""
+    if rngs is None:
+        return nnx.Param(jax.ShapeDtypeStruct(shape, dtype))
+    return nnx.Param(jnp.ones(shape, dtype) if len(shape) == 1 else _normal(rngs.params(), shape, dtype))
+
+
+class LlamaLayer(nnx.Module):
+    """Attention and MLP of one layer, with the residual stream through both."""
+
+    def __init__(self, config: LlamaConfig, *, dtype: Any, rngs: nnx.Rngs | None):
+        new = partial(_parameter, dtype=dtype, rngs=rngs)
+        width, mlp_width = config.hidden_size, config.intermediate_size
+        self.config = config
+        self.input_norm = new((width,))
+        # Per KV head: its G query heads, its key, its value.
+        self.qkv = new((width, config.num_kv_heads, config.group_size + 2, config.head_dim))
+        self.o = new((config.num_heads * config.head_dim, width))
+        self.post_norm = new((width,))
+        self.gate_up = new((width, 2, mlp_width))
+        self.down = new((mlp_width, width))
+
+    def __call__(self, x, phases, slots, k_slots, v_slots, attend: Attend):
+        """Returns (x [T, E], k_slots, v_slots); this step's K and V are written before `attend` reads."""
+        with jax.named_scope("attention"):
+            normed = rms_norm(x, self.input_norm[...], self.config.rms_norm_eps)
+            q, k, v = self._queries_keys_values(normed, *phases)
+            k_slots = k_slots.at[slots].set(k.astype(k_slots.dtype), mode="drop")
+            v_slots = v_slots.at[slots].set(v.astype(v_slots.dtype), mode="drop")
+            attended = attend(q, k_slots, v_slots).reshape(x.shape[0], -1)
+            x = x + _product("th,he->te", attended, self.o[...])
+        with jax.named_scope("mlp"):
+            normed = rms_norm(x, self.post_norm[...], self.config.rms_norm_eps)
+            gate_up = _product("te,ecf->tcf", normed, self.gate_up[...])
+            x = x + _product("tf,fe->te", jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1], self.down[...])
+        return x, k_slots, v_slots
+
+    def _queries_keys_values(self, x, cos, sin):
+        config = self.config
+        qkv = _product("te,ehgd->thgd", x, self.qkv[...])  # [T, Hkv, G + 2, D]
+        q = qkv[:, :, : config.group_size].reshape(x.shape[0], config.num_heads, config.head_dim)
+        return rotate(q, cos, sin), rotate(qkv[:, :, -2], cos, sin), qkv[:, :, -1]
+
+
+class Llama(nnx.Module):
+    """A Llama decoder with random weights (normal, 0.02), or without `rngs` as shapes that a checkpoint fills."""
+
+    def __init__(self, config: LlamaConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs | None = None):
+        new = partial(_parameter, dtype=dtype, rngs=rngs)
+        self.config = config
+        self.embed = new((config.vocab_size, config.hidden_size))
+        self.layers = nnx.List([LlamaLayer(config, dtype=dtype, rngs=rngs) for _ in range(config.num_layers)])
+        self.norm = new((config.hidden_size,))
+        if not config.tie_word_embeddings:
+            self.lm_head = new((config.hidden_size, config.vocab_size))
+
+    def __call__(
+        self,
+        tokens: Int[Array, "T"],
+        positions: Int[Array, "T"],
+        slots: Int[Array, "T"],
+        kv_store: KVStore,
+        attend: Attend,
+    ) -> tuple[Float[Array, "T E"], KVStore]:
+        """One step. Token t stands at `positions[t]`, its K and V go to `slots[t]` (one past the end: nowhere).
+
+        `attend(q [T, Hq, D], k_slots, v_slots) -> [T, Hq, D]` reads the slots of one layer. Returns the final-normed
+        hidden states and the store with this step written.
+        """
+        x = self.embed[...][tokens]
+        phases = rope_phases(self.config, positions, x.dtype)
+        graphdef = nnx.graphdef(self.layers[0])
+
+        @jax.jit  # traced once for all layers, which have one graphdef
+        def run_layer(state, x, k_slots, v_slots):
+            return nnx.merge(graphdef, state)(x, phases, slots, k_slots, v_slots, attend)
+
+        written = []
+        for layer, (k_slots, v_slots) in zip(self.layers, kv_store, strict=True):
+            x, k_slots, v_slots = run_layer(nnx.state(layer), x, k_slots, v_slots)
+            written.append((k_slots, v_slots))
+        return rms_norm(x, self.norm[...], self.config.rms_norm_eps), tuple(written)
+
+    @property
+    def dtype(self) -> Any:
+        return self.embed[...].dtype
+
+    def logits(self, hidden: Float[Array, "B E"]) -> Float[Array, "B V"]:
+        """float32 scores of the next token."""
+        if self.config.tie_word_embeddings:
+            return _product("be,ve->bv", hidden, self.embed[...], jnp.float32)
+        return _product("be,ev->bv", hidden, self.lm_head[...], jnp.float32)

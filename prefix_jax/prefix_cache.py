@@ -1,0 +1,259 @@
+"""Which tokens live in which pages: the owner of the page pool and the prefix trie.
+
+Every page is in exactly one state: free (in the pool), private (in one page table, may be written) or published (one trie
+node, full, its bytes never change until it is evicted). A page table is a run of published pages, then private ones. A
+node's parent has at least as many readers and pins as the node itself, so an idle node has only idle descendants, and
+evicting leaves first reaches all of them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Hashable
+
+from prefix_jax import eviction
+from prefix_jax.page_pool import PagePool
+from prefix_jax.prefix_trie import TOKEN_BYTES, Node, PrefixTrie
+
+Claim = tuple[Node, bytes]
+"""A page that somebody is computing: the node above it and its tokens."""
+
+
+class PageTable:
+    """One sequence's hold on pages, in position order."""
+
+    __slots__ = ("pages", "root", "nodes", "cached_len", "copy", "changed", "publishes")
+
+    def __init__(self, root: Node, nodes: list[Node], publishes: bool):
+        self.root = root
+        self.nodes = nodes  # the published pages, pages[:len(nodes)]
+        self.pages = [node.page for node in nodes]
+        self.cached_len = 0  # positions found in the trie when the table was opened
+        self.copy: tuple[int, int] | None = None  # page to copy from and to, before the next step
+        self.changed = list(range(len(nodes)))  # columns that the device does not know yet
+        self.publishes = publishes
+
+    @property
+    def last(self) -> Node:
+        return self.nodes[-1] if self.nodes else self.root
+
+
+class PrefixCache:
+    """Opens, grows, publishes and closes page tables over `num_pages` pages of `page_size` positions."""
+
+    def __init__(self, num_pages: int, page_size: int, policy: str = "lru"):
+        if page_size < 1:
+            raise ValueError(f"page_size must be at least 1, got {page_size}")
+        self.page_size = page_size
+        self.pool = PagePool(num_pages)
+        self.trie = PrefixTrie()
+        self.queue = eviction.EvictionQueue(eviction.POLICIES[policy])
+        self.tables: set[PageTable] = set()
+        self.step = 0  # of the plan being made
+        self.clock = 0
+        self.num_idle = 0  # published pages that nobody reads and nobody pinned
+        self.num_pinned = 0
+        self.num_evicted = 0
+
+    # A sequence's hold on pages ------------------------------------------------------------------------------------
+
+    def open(
+        self,
+        tokens: array,
+        namespace: Hashable = None,
+        *,
+        reads: bool = True,
+        publishes: bool = True,
+        claimed: set[Claim] | frozenset[Claim] = frozenset(),
+    ) -> PageTable | None:
+        """A page table for `tokens`, filled as far as the trie knows them, all but the last (its logits are needed).
+
+        Where the match ends inside a page, the page's matching head is to be copied into a fresh page (`table.copy`).
+        None if the next full page is claimed: another sequence is computing it, and waiting is cheaper.
+        """
+        root = self.trie.root(namespace)
+        nodes = self._match(root, tokens) if reads else []
+        node = nodes[-1] if nodes else root
+        if claimed and reads and (node, self._key(tokens, len(nodes))) in claimed:
+            return None
+        for held in nodes:
+            self._hold(held)
+            held.readers += 1
+        table = PageTable(root, nodes, publishes)
+        table.cached_len = len(nodes) * self.page_size
+        self.tables.add(table)
+        if reads:
+            self._copy_head(table, tokens)
+        return table
+
+    def grow(self, table: PageTable, length: int, *, force: bool = False) -> bool:
+        """Extends the table to hold `length` positions, evicting what nobody reads. False, and nothing changed, if there
+        are not enough pages. `force` takes unread pinned pages too, the oldest first."""
+        missing = -(-length // self.page_size) - len(table.pages)
+        if missing <= 0:
+            return True
+        if missing > len(self.pool) + self.num_idle + (self._num_unread_pinned() if force else 0):
+            return False
+        while len(self.pool) < missing:
+            self._evict(self.queue.pop() or self._oldest_pinned_leaf())
+        first = len(table.pages)
+        table.pages += self.pool.take(missing)
+        table.changed += range(first, len(table.pages))
+        return True
+
+    def adopt(self, table: PageTable, tokens: array, computed_len: int) -> int:
+        """Takes over pages that others published since, from `computed_len` on if that is a page edge, in place of this
+        table's own unwritten ones. Returns the new computed length."""
+        size = self.page_size
+        if computed_len != len(table.nodes) * size:
+            return computed_len
+        while computed_len + size < len(tokens):
+            node = table.last.child(self._key(tokens, len(table.nodes)))
+            if node is None:
+                break
+            self._take_over(table, node)
+            computed_len += size
+        return computed_len
+
+    def publish(self, table: PageTable, tokens: array, end: int, *, written: bool) -> int:
+        """Puts the table's full pages before position `end` into the trie; returns how many. Where the trie already has a
+        page of the same content, that page is taken and the own one freed, but only if the step that writes it has been
+        dispatched (`written`): a published page is never written again."""
+        if not table.publishes:
+            return 0
+        published = 0
+        for column in range(len(table.nodes), min(end // self.page_size, len(table.pages))):
+            key = self._key(tokens, column)
+            node = table.last.child(key)
+            if node is None:
+                node = table.last.add(key, table.pages[column], self.step)
+                node.readers = 1
+                node.last_use = self.clock
+                table.nodes.append(node)
+                published += 1
+            elif written:
+                self._take_over(table, node)
+            else:
+                break
+        return published
+
+    def next_page(self, table: PageTable, tokens: array) -> Claim | None:
+        """The first full page of `tokens` that the table has not published: what others may wait for."""
+        column = len(table.nodes)
+        if not table.publishes or (column + 1) * self.page_size > len(tokens):
+            return None
+        return table.last, self._key(tokens, column)
+
+    def close(self, table: PageTable) -> None:
+        """Ends the hold: private pages go back to the pool, published ones stay findable."""
+        self.clock += 1
+        self.pool.give(table.pages[len(table.nodes) :])
+        for node in reversed(table.nodes):
+            node.last_use = self.clock
+            node.readers -= 1
+            self._release(node)
+        self.tables.remove(table)
+
+    # Pins ----------------------------------------------------------------------------------------------------------
+
+    def pin(self, node: Node) -> None:
+        """Keeps an open table's node from eviction; its parents must be pinned first."""
+        self._hold(node)
+        self.num_pinned += node.pins == 0
+        node.pins += 1
+
+    def unpin(self, node: Node) -> None:
+        """Takes one pin off; children first."""
+        node.pins -= 1
+        self.num_pinned -= node.pins == 0
+        self._release(node)
+
+    # Everything at once ---------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Recounts every invariant from scratch; AssertionError where one fails."""
+        readers: dict[Node, int] = {}
+        pages = list(self.pool.free)
+        for table in self.tables:
+            parent = table.root
+            for page, node in zip(table.pages, table.nodes, strict=False):
+                assert node.page == page and node.parent is parent, "a table's published pages are a path of the trie"
+                readers[node] = readers.get(node, 0) + 1
+                parent = node
+            pages += table.pages[len(table.nodes) :]
+        nodes = list(self.trie)
+        pages += [node.page for node in nodes]
+        assert sorted(pages) == list(range(1, self.pool.num_pages + 1)), "every page is in exactly one state"
+        assert set(readers) <= set(nodes), "a table reads a page that is not published"
+        for node in nodes:
+            assert node.readers == readers.get(node, 0), f"page {node.page}: {node.readers} readers counted"
+            assert len(node.key) == self.page_size * TOKEN_BYTES
+            assert node.keys == sorted(node.keys) == [child.key for child in node.children]
+            assert len(set(node.keys)) == len(node.keys), "one key, one child"
+            for child in node.children:
+                assert child.parent is node and child.readers <= node.readers and child.pins <= node.pins
+                assert child.last_use <= node.last_use or node.readers, "a parent is used no earlier than its child"
+        assert self.num_idle == sum(node.is_idle for node in nodes)
+        assert self.num_pinned == sum(node.pins > 0 for node in nodes)
+        queued = {node for _, _, node in self.queue.heap}
+        assert all(node in queued for node in nodes if node.is_idle and not node.children), "an idle leaf is queued"
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _key(self, tokens: array, column: int) -> bytes:
+        return tokens[column * self.page_size : (column + 1) * self.page_size].tobytes()
+
+    def _match(self, root: Node, tokens: array) -> list[Node]:
+        nodes, node = [], root
+        for column in range((len(tokens) - 1) // self.page_size):
+            child = node.child(self._key(tokens, column))
+            if child is None:
+                break
+            nodes.append(child)
+            node = child
+        return nodes
+
+    def _copy_head(self, table: PageTable, tokens: array) -> None:
+        column = len(table.nodes)
+        head = tokens[column * self.page_size : min((column + 1) * self.page_size, len(tokens) - 1)].tobytes()
+        source, shared = table.last.longest_head(head, self.step)
+        if source is not None and self.grow(table, table.cached_len + shared):
+            table.copy = (source.page, table.pages[-1])
+            table.cached_len += shared
+
+    def _take_over(self, table: PageTable, node: Node) -> None:
+        """Puts a published page into the table's next column and frees the own page there."""
+        column = len(table.nodes)
+        self.pool.give([table.pages[column]])
+        self._hold(node)
+        node.readers += 1
+        table.nodes.append(node)
+        table.pages[column] = node.page
+        table.changed.append(column)
+
+    def _hold(self, node: Node) -> None:
+        self.num_idle -= node.is_idle
+
+    def _release(self, node: Node) -> None:
+        if node.is_idle:
+            self.num_idle += 1
+            if not node.children:
+                self.queue.push(node)
+
+    def _evict(self, node: Node | None) -> None:
+        assert node is not None and node.readers == 0 and not node.children
+        self.num_idle -= node.is_idle
+        self.num_pinned -= node.pins > 0
+        self.num_evicted += 1
+        parent = node.parent
+        node.remove()
+        self.pool.give([node.page])
+        if parent.parent is not None and parent.is_idle and not parent.children:
+            self.queue.push(parent)
+
+    def _num_unread_pinned(self) -> int:
+        return sum(node.pins > 0 and node.readers == 0 for node in self.trie) if self.num_pinned else 0
+
+    def _oldest_pinned_leaf(self) -> Node | None:
+        leaves = (node for node in self.trie if node.pins and not node.readers and not node.children)
+        return min(leaves, key=lambda node: node.last_use, default=None)

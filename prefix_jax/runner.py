@@ -1,0 +1,211 @@
+"""The device half of the engine: one jitted step for each bucket, and the arrays that live on the device between steps."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Int
+from tqdm import tqdm
+
+from pallas_kernels import Merge, Tiles, paged_attention
+from prefix_jax import kv_store
+from prefix_jax.models.llama import KVStore, Llama
+from prefix_jax.sampler import SamplingRows, sample
+from prefix_jax.step_batch import Batcher, Bucket, StepBatch
+from prefix_jax.scheduler import StepPlan
+
+COPY_GROUP = 16  # page copies in one launch
+CHANGE_GROUP = 4096  # page table changes in one launch, before the step
+
+
+class Runner:
+    """Runs step batches of the given buckets, in order, without ever waiting for the device.
+
+    The model's parameters are split off once; the store and the page table are donated through every step. `num_pages`
+    None sizes the store by what `memory_fraction` of the device leaves free after the largest bucket has run.
+    """
+
+    def __init__(
+        self,
+        model: Llama,
+        batcher: Batcher,
+        *,
+        page_size: int,
+        num_pages: int | None,
+        memory_fraction: float,
+        attention: str,
+        use_tqdm: bool = False,
+    ):
+        graph, state = nnx.split(model)
+        self.params, self.param_tree = jax.tree.flatten(state)
+        self.graph = graph
+        self.config = model.config
+        self.dtype = model.dtype
+        self.batcher = batcher
+        self.page_size = page_size
+        self.attention = attention
+        self.num_pages = num_pages or self._measure_num_pages(memory_fraction)
+        self.reset()
+        self.steps: dict[str, Any] = {}
+        self._warm_up(use_tqdm)
+
+    def reset(self) -> None:
+        """Fresh device state, forgetting every page: at start, and after a step that failed."""
+        self.store = kv_store.make_kv_store(self.config, self.num_pages, self.page_size, self.dtype)
+        rows = self.batcher.max_num_seqs + 1
+        self.page_table = jnp.zeros((rows, self.batcher.max_pages), jnp.int32)
+        self.last_tokens = jnp.zeros(rows, jnp.int32)
+
+    def dispatch(self, batch: StepBatch) -> Int[Array, " B+1"]:
+        """Starts one step; returns each row's last sampled token, which is still being computed."""
+        for changes in _groups(batch.early_changes.T, CHANGE_GROUP):
+            padding = np.zeros((CHANGE_GROUP - len(changes), 2), np.int32)
+            padding[:, 0] = self.batcher.max_num_seqs * self.batcher.max_pages
+            self.page_table = self._change_pages(self.page_table, *np.concatenate([changes, padding]).T)
+        for copies in _groups(np.array(batch.copies, np.int32).reshape(-1, 2), COPY_GROUP):
+            padding = np.zeros((COPY_GROUP - len(copies), 2), np.int32)
+            self.store = self._copy_pages(self.store, *np.concatenate([copies, padding]).T)
+        run = self.steps[batch.bucket.name]
+        self.store, self.page_table, self.last_tokens = run(
+            self.params, self.store, self.page_table, self.last_tokens, batch.packed
+        )
+        self.last_tokens.copy_to_host_async()
+        return self.last_tokens
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def lower(self, bucket: Bucket, num_pages: int) -> Any:
+        """The step of one bucket over a store of `num_pages`, lowered but not compiled."""
+        store = jax.eval_shape(
+            functools.partial(kv_store.make_kv_store, self.config, num_pages, self.page_size, self.dtype)
+        )
+        rows = self.batcher.max_num_seqs + 1
+        int32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+        step_of_bucket = functools.partial(
+            step, graph=self.graph, param_tree=self.param_tree, bucket=bucket, page_size=self.page_size, attention=self.attention
+        )
+        jitted = jax.jit(step_of_bucket, donate_argnames=("store", "page_table"))
+        return jitted.lower(
+            self.params, store, int32((rows, self.batcher.max_pages)), int32((rows,)), int32((bucket.packed_len,))
+        )
+
+    def _measure_num_pages(self, memory_fraction: float) -> int:
+        """Pages for what is free: on a device that reports its memory, after the largest bucket ran over a store of one
+        page; on a host, a tenth of its free memory, or as much as all rows can use if that is less."""
+        page = kv_store.page_bytes(self.config, self.page_size, self.dtype)
+        limit = kv_store.max_pages(self.config, self.page_size, self.dtype) - 1
+        if not _memory_stats():
+            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * memory_fraction / 10
+            limit = min(limit, self.batcher.max_num_seqs * self.batcher.max_pages)
+        else:
+            largest = max(self.batcher.buckets, key=lambda bucket: bucket.num_tokens)
+            self.num_pages = 1
+            self.reset()
+            batch = self.batcher.build(StepPlan(), largest)
+            run = self.lower(largest, 1).compile()
+            jax.block_until_ready(run(self.params, self.store, self.page_table, self.last_tokens, batch.packed))
+            stats = _memory_stats()
+            free = stats["bytes_limit"] * memory_fraction - stats["peak_bytes_in_use"]
+        if free < page:
+            raise MemoryError(f"no memory for one page: a page takes {page:,} bytes, {int(free):,} are free")
+        return min(limit, int(free // page))
+
+    def _warm_up(self, use_tqdm: bool) -> None:
+        """Compiles every bucket, in parallel, and runs each once over padding. Nothing is compiled afterwards."""
+        jit = functools.partial(jax.jit, donate_argnums=0)
+        copy = jit(functools.partial(kv_store.copy_pages, page_size=self.page_size))
+        pair = (jax.ShapeDtypeStruct((COPY_GROUP,), jnp.int32),) * 2
+        self._copy_pages = copy.lower(self.store, *pair).compile()
+        pair = (jax.ShapeDtypeStruct((CHANGE_GROUP,), jnp.int32),) * 2
+        self._change_pages = jit(change_pages).lower(self.page_table, *pair).compile()
+        buckets = self.batcher.buckets
+        with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
+            compiled = {pool.submit(lambda b: self.lower(b, self.num_pages).compile(), b): b for b in buckets}
+            for future in tqdm(as_completed(compiled), "compiling", len(buckets), unit="bucket", disable=not use_tqdm):
+                self.steps[compiled[future].name] = future.result()
+        for bucket in buckets:
+            self.dispatch(self.batcher.build(StepPlan(), bucket))
+        jax.block_until_ready(self.last_tokens)
+
+
+def step(
+    params: list[Array],
+    store: KVStore,
+    page_table: Int[Array, "B+1 P"],
+    last_tokens: Int[Array, " B+1"],
+    packed: Int[Array, " n"],
+    *,
+    graph: nnx.GraphDef,
+    param_tree: Any,
+    bucket: Bucket,
+    page_size: int,
+    attention: str,
+) -> tuple[KVStore, Int[Array, "B+1 P"], Int[Array, " B+1"]]:
+    """One step: writes the new K and V, attends through the tiles, samples. Pure; returns the new device state."""
+    model = nnx.merge(graph, jax.tree.unflatten(param_tree, params))
+    batch = bucket.unpack(packed)
+    page_table = change_pages(page_table, batch["change_index"], batch["change_page"])
+    scratch_row = last_tokens.shape[0] - 1
+    tokens = jnp.where(batch["source"] < scratch_row, last_tokens[batch["source"]], batch["token"])
+    position = batch["position"]
+    slots = page_table[batch["row"], position // page_size] * page_size + position % page_size
+    attend = functools.partial(
+        paged_attention,
+        positions=position,
+        page_table=page_table,
+        tile_lists=[_tiles(batch, kind, bucket) for kind, _ in zip(("narrow", "wide"), bucket.shapes, strict=False)],
+        merge=_merge(batch, bucket),
+        page_size=page_size,
+        implementation=attention,
+    )
+    hidden, store = model(tokens, position, slots, store, attend)
+    with jax.named_scope("sample"):
+        logits = model.logits(hidden[batch["sample_token"]])
+        sampled = sample(logits, _sampling_rows(batch))
+    return store, page_table, last_tokens.at[batch["sample_row"]].set(sampled)
+
+
+def change_pages(
+    page_table: Int[Array, "B+1 P"], index: Int[Array, " n"], pages: Int[Array, " n"]
+) -> Int[Array, "B+1 P"]:
+    """Sets single entries, by their flat index."""
+    return page_table.reshape(-1).at[index].set(pages).reshape(page_table.shape)
+
+
+def _tiles(batch: dict[str, Array], kind: str, bucket: Bucket) -> Tiles:
+    token, row, start, end = (batch[f"{kind}.{name}"] for name in ("token", "row", "start", "end"))
+    return Tiles(token, row, start, end, batch[f"{kind}.partial"] if bucket.num_partials else None)
+
+
+def _merge(batch: dict[str, Array], bucket: Bucket) -> Merge | None:
+    if not bucket.num_partials:
+        return None
+    return Merge(batch["merge.token"], batch["merge.first"], batch["merge.count"], bucket.num_partials)
+
+
+def _sampling_rows(batch: dict[str, Array]) -> SamplingRows:
+    as_float = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.float32)
+    return SamplingRows(
+        temperature=as_float(batch["temperature"]),
+        top_k=batch["top_k"],
+        top_p=as_float(batch["top_p"]),
+        seed=jax.lax.bitcast_convert_type(batch["seed"], jnp.uint32),
+        position=batch["sample_position"],
+    )
+
+
+def _groups(rows: np.ndarray, size: int) -> Iterable[np.ndarray]:
+    return (rows[i : i + size] for i in range(0, len(rows), size))
+
+
+def _memory_stats() -> dict[str, int] | None:
+    device = jnp.zeros(()).devices().pop()
+    return device.memory_stats()

@@ -1,0 +1,233 @@
+"""Waiting and running sequences -> a step plan: which positions of which sequences are computed next.
+
+A decode is a chunk of length one; nothing here asks which kind a chunk is. Only running sequences hold pages, and only they
+may preempt. A sequence whose chunk is in the plan is never preempted in that plan.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from prefix_jax.policies import POLICIES
+from prefix_jax.prefix_cache import Claim, PageTable, PrefixCache
+from prefix_jax.prefix_pool import PrefixPool
+from prefix_jax.request import Sequence
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Positions [start, start + length) of a sequence, computed in one step from row `row` of the page table. `samples`
+    says that the chunk reaches the sequence's end, so that its last position yields a token; `from_device` that the token
+    at `start` is one which the previous step sampled and the host has not seen."""
+
+    sequence: Sequence
+    row: int
+    start: int
+    length: int
+    samples: bool
+    from_device: bool
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
+@dataclass
+class StepPlan:
+    """One step's chunks, and the page copies (from, to) to run before it."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    num_tokens: int = 0
+
+
+class Scheduler:
+    """Owns the queues, and the rows of the device's page table.
+
+    max_num_seqs: sequences running at once. max_num_batched_tokens: positions computed in one step.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        prefixes: PrefixPool,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        policy: str = "fifo",
+        caching: bool = True,
+    ):
+        self.cache = cache
+        self.prefixes = prefixes
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_seqs = max_num_seqs
+        self.policy = POLICIES[policy]
+        self.caching = caching
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self.claimed: set[Claim] = set()
+        self.finished: list[Sequence] = []  # since the engine last took them
+        self.counts: Counter[str] = Counter()
+
+    def check_fits(self, length: int) -> None:
+        """ValueError if a prompt of this many tokens can never fit into the pool."""
+        needed, num_pages = -(-length // self.cache.page_size), self.cache.pool.num_pages
+        if needed > num_pages:
+            size = self.cache.page_size
+            raise ValueError(f"a prompt of {length} tokens needs {needed} pages of {size}, the pool has {num_pages}")
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence whose prompt fits into the pool."""
+        self.check_fits(sequence.prompt_len)
+        self.waiting.append(sequence)
+
+    def schedule(self) -> StepPlan:
+        """Plans the next step and takes the pages for it. The plan may be empty while a step is in flight."""
+        self.cache.step += 1
+        self.claimed.clear()
+        plan = StepPlan()
+        # Decodes first: a long prompt must not hold up those that are already answering.
+        for sequence in sorted(self.running, key=lambda sequence: sequence.remaining > 1):
+            if sequence.row is not None and plan.num_tokens < self.max_num_batched_tokens:
+                self._continue(sequence, plan)
+        self._admit(plan)
+        return plan
+
+    def settle(self, sequence: Sequence) -> None:
+        """After a step with this sequence has been dispatched and its token collected: publishes the pages that are full
+        of tokens known by now."""
+        if sequence.table is not None:
+            self._publish(sequence, written=True)
+
+    def finish(self, sequence: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
+        """Ends a sequence wherever it is. A step in flight may still compute for it: what it yields is dropped."""
+        sequence.finish_reason, sequence.stop_reason = reason, stop_reason
+        self.finished.append(sequence)
+        if sequence.row is not None:
+            self._release(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Takes a running sequence's pages. It resumes later, by recomputing what the trie does not hold by then."""
+        self._release(sequence)
+        sequence.computed_len = 0
+        self.waiting.append(sequence)
+        self.counts["preemptions"] += 1
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _continue(self, sequence: Sequence, plan: StepPlan) -> None:
+        """Plans the next chunk of a running sequence, if there is one to compute and nobody else is computing it."""
+        if sequence.remaining == 0:
+            return  # its last token is in flight
+        if sequence.remaining > 1 and self.caching:
+            adopted = self.cache.adopt(sequence.table, sequence.tokens, sequence.computed_len)
+            self.counts["adopted_tokens"] += adopted - sequence.computed_len
+            sequence.computed_len = adopted
+            at_edge = sequence.computed_len == len(sequence.table.nodes) * self.cache.page_size
+            if at_edge and self.cache.next_page(sequence.table, sequence.tokens) in self.claimed:
+                return
+        length = min(sequence.remaining, self.max_num_batched_tokens - plan.num_tokens)
+        if self._make_room(sequence, sequence.computed_len + length):
+            self._plan_chunk(sequence, length, plan)
+
+    def _make_room(self, sequence: Sequence, length: int) -> bool:
+        """Pages for `length` positions: free ones, then unread leaves, then the pages of the youngest sequence that has no
+        chunk yet. If that is this one it gives up its own, unless it runs alone: then pinned leaves go, and if not even all
+        pages are enough it ends. So the oldest always gets on."""
+        cache = self.cache
+        while not cache.grow(sequence.table, length):
+            youngest = max((other for other in self.running if other.planned_step != cache.step), key=lambda s: s.order)
+            if youngest is not sequence:
+                self.preempt(youngest)
+            elif len(self.running) > 1:
+                self.preempt(sequence)
+                return False
+            elif cache.grow(sequence.table, length, force=True):
+                return True
+            else:
+                if not sequence.pending:  # else decided again once that token is collected: it is still the caller's
+                    pages = -(-length // cache.page_size)
+                    why = f"the next token needs {pages} pages, the pool has {cache.pool.num_pages}"
+                    self.finish(sequence, "length", why)
+                return False
+        return True
+
+    def _admit(self, plan: StepPlan) -> None:
+        """Starts waiting sequences in the policy's order while rows, pages and the token budget last."""
+        if not (self.waiting and self.free_rows):
+            return
+        held_back = 0
+        for sequence in list(self.policy(self.waiting)):
+            if not self.free_rows or plan.num_tokens >= self.max_num_batched_tokens or held_back > self.max_num_seqs:
+                return
+            if sequence.pending:
+                continue  # preempted with a step in flight
+            table = self._open(sequence)
+            if table is None:
+                held_back += 1
+                continue
+            # All of the known positions at once: a prompt that is half in can then never be thrown out for its own rest.
+            if not self.cache.grow(table, sequence.length, force=not self.running):
+                self.cache.close(table)
+                if not self.running:
+                    self.finish(sequence, "length", f"{sequence.length} tokens do not fit into the pool")
+                    continue
+                return
+            self._start(sequence, table, plan)
+
+    def _open(self, sequence: Sequence) -> PageTable | None:
+        salt = sequence.request.cache_salt
+        caching = self.caching
+        return self.cache.open(sequence.tokens, salt, reads=caching, publishes=caching, claimed=self.claimed)
+
+    def _start(self, sequence: Sequence, table: PageTable, plan: StepPlan) -> None:
+        self.waiting.remove(sequence)
+        self.running.append(sequence)
+        sequence.row = self.free_rows.pop()
+        sequence.table = table
+        sequence.computed_len = table.cached_len
+        if table.copy is not None:
+            plan.copies.append(table.copy)
+        if sequence.num_cached_tokens is None:
+            sequence.num_cached_tokens = table.cached_len
+        self.counts["cached_tokens"] += table.cached_len
+        prefix_pos = sequence.request.prefix_pos
+        if prefix_pos and self.caching:
+            sequence.prefix = self.prefixes.declare(sequence.tokens[:prefix_pos], sequence.request.cache_salt)
+        length = min(sequence.remaining, self.max_num_batched_tokens - plan.num_tokens)
+        self._plan_chunk(sequence, length, plan)
+
+    def _plan_chunk(self, sequence: Sequence, length: int, plan: StepPlan) -> None:
+        start = sequence.computed_len
+        end = start + length
+        samples = end == sequence.length
+        from_device = start >= len(sequence.tokens)
+        plan.chunks.append(Chunk(sequence, sequence.row, start, length, samples, from_device))
+        plan.num_tokens += length
+        self.counts["computed_tokens"] += length
+        self.counts["computed_prompt_tokens"] += max(0, min(end, sequence.prompt_len) - start)
+        sequence.computed_len = end
+        sequence.planned_step = self.cache.step
+        self._publish(sequence, written=False)
+        if samples:
+            sequence.pending += 1
+        elif self.caching:
+            claim = self.cache.next_page(sequence.table, sequence.tokens)
+            if claim is not None:
+                self.claimed.add(claim)
+
+    def _publish(self, sequence: Sequence, *, written: bool) -> None:
+        end = min(sequence.computed_len, len(sequence.tokens))
+        self.counts["published_pages"] += self.cache.publish(sequence.table, sequence.tokens, end, written=written)
+        if sequence.prefix is not None:
+            self.prefixes.pin_published(sequence.prefix, sequence.table)
+
+    def _release(self, sequence: Sequence) -> None:
+        self.cache.close(sequence.table)
+        self.running.remove(sequence)
+        self.free_rows.append(sequence.row)
+        sequence.table = sequence.row = None
