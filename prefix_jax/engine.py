@@ -20,7 +20,7 @@ from prefix_jax.prefix_pool import PrefixPool
 from prefix_jax.request import CompletionOutput, Request, RequestMetrics, RequestOutput, Sequence
 from prefix_jax.runner import Runner
 from prefix_jax.scheduler import Scheduler, StepPlan
-from prefix_jax.step_batch import Batcher, Tiling, make_buckets
+from prefix_jax.step_batch import Batcher, make_buckets, tiling_for
 from prefix_jax.tokenizer import IncrementalDecoder, Tokenizer
 
 log = logging.getLogger(__name__)
@@ -84,9 +84,10 @@ class Engine:
         self.max_num_batched_tokens = config.max_num_batched_tokens or (8192 if on_gpu else 512)
         self.max_num_seqs = min(config.max_num_seqs or (256 if on_gpu else 32), self.max_num_batched_tokens)
         rows = tile_rows(attention, model.config.group_size, model.dtype)
-        tiling = Tiling(rows, narrow_programs=528, wide_programs=264) if on_gpu else Tiling(rows)
+        tiling = tiling_for(attention, rows)
+        step = 2 if on_gpu else 8  # between buckets: a CPU compiles slowly and minds padding less
         buckets = make_buckets(
-            self.max_num_seqs, self.max_num_batched_tokens, model.config.num_kv_heads, tiling, step=2 if on_gpu else 8
+            self.max_num_seqs, self.max_num_batched_tokens, model.config.num_kv_heads, tiling, step
         )
         self.batcher = Batcher(buckets, self.max_num_seqs, max_pages=-(-self.max_model_len // config.page_size))
         started = time.monotonic()

@@ -8,11 +8,12 @@ from itertools import count
 
 from prefix_jax.prefix_trie import Node
 
-Policy = Callable[[Node], float]
+Rank = int | float
+Policy = Callable[[Node], Rank]
 """The node with the smallest rank is evicted first. A rank may only change while the node is read or pinned."""
 
 
-def lru(node: Node) -> float:
+def lru(node: Node) -> Rank:
     return node.last_use
 
 
@@ -24,7 +25,7 @@ class EvictionQueue:
 
     def __init__(self, policy: Policy):
         self.policy = policy
-        self.heap: list[tuple[float, int, Node]] = []
+        self.heap: list[tuple[Rank, int, Node]] = []
         self.ticket = count()
         self.limit = 64
 
@@ -41,7 +42,7 @@ class EvictionQueue:
                 return node
         return None
 
-    def _is_current(self, rank: float, node: Node) -> bool:
+    def _is_current(self, rank: Rank, node: Node) -> bool:
         return node.parent is not None and node.is_idle and not node.children and rank == self.policy(node)
 
     def _drop_stale(self) -> None:

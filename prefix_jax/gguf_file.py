@@ -41,7 +41,7 @@ class GgufFile:
     metadata: dict[str, Any]
     tensors: dict[str, GgufTensor]
 
-    def read(self, name: str, dtype: np.dtype) -> np.ndarray:
+    def read(self, name: str, dtype: Any) -> np.ndarray:
         """The tensor dequantised, `dtype` [shape]; by pieces, so that float32 exists of a few rows only."""
         tensor = self.tensors[name]
         out = np.empty(tensor.shape, dtype)

@@ -56,7 +56,7 @@ class LLM:
         self.tokenizer = _load_tokenizer(tokenizer, model, load_format)
         if self.tokenizer is not None:
             self.tokenizer.check_fits(self.model_config.vocab_size)
-        self._device = jax.devices(device)[0] if device else None
+        self._device = _find_device(device)
         with self._on_device():
             self.dtype = _resolve_dtype(dtype, model, load_format)
             weights = load_model(model, self.model_config, dtype=self.dtype, load_format=load_format, seed=config.seed or 0)
@@ -234,6 +234,13 @@ def _load_tokenizer(tokenizer, model, load_format: str) -> Tokenizer | None:
     if load_format != "dummy":
         return Tokenizer.load(model)
     return None
+
+
+def _find_device(platform: str | None) -> jax.Device | None:
+    try:
+        return jax.devices(platform)[0] if platform else None
+    except RuntimeError as error:
+        raise ValueError(f"no device {platform!r}: JAX has {', '.join(map(str, jax.devices()))}") from error
 
 
 def _resolve_dtype(dtype: str, model, load_format: str) -> jnp.dtype:

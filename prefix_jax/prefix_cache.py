@@ -8,12 +8,15 @@ evicting leaves first reaches all of them.
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Hashable
 
 from prefix_jax import eviction
 from prefix_jax.page_pool import PagePool
-from prefix_jax.prefix_trie import TOKEN_BYTES, Node, PrefixTrie
+from prefix_jax.prefix_trie import TOKEN_BYTES, Node, PrefixTrie, Root
+
+log = logging.getLogger(__name__)
 
 Claim = tuple[Node, bytes]
 """A page that somebody is computing: the node above it and its tokens."""
@@ -24,7 +27,7 @@ class PageTable:
 
     __slots__ = ("pages", "root", "nodes", "cached_len", "copy", "changed", "publishes")
 
-    def __init__(self, root: Node, nodes: list[Node], publishes: bool):
+    def __init__(self, root: Root, nodes: list[Node], publishes: bool):
         self.root = root
         self.nodes = nodes  # the published pages, pages[:len(nodes)]
         self.pages = [node.page for node in nodes]
@@ -54,6 +57,7 @@ class PrefixCache:
         self.num_idle = 0  # published pages that nobody reads and nobody pinned
         self.num_pinned = 0
         self.num_evicted = 0
+        self.num_pinned_evicted = 0
 
     # A sequence's hold on pages ------------------------------------------------------------------------------------
 
@@ -75,10 +79,11 @@ class PrefixCache:
         nodes = self._match(root, tokens) if reads else []
         node = nodes[-1] if nodes else root
         if claimed and reads and (node, self._key(tokens, len(nodes))) in claimed:
-            return None
+            return None  # `claimed` names a node of an open table: the root is in use
         for held in nodes:
             self._hold(held)
             held.readers += 1
+        root.readers += 1
         table = PageTable(root, nodes, publishes)
         table.cached_len = len(nodes) * self.page_size
         self.tables.add(table)
@@ -94,8 +99,11 @@ class PrefixCache:
             return True
         if missing > len(self.pool) + self.num_idle + (self._num_unread_pinned() if force else 0):
             return False
+        pinned_before = self.num_pinned_evicted
         while len(self.pool) < missing:
             self._evict(self.queue.pop() or self._oldest_pinned_leaf())
+        if lost := self.num_pinned_evicted - pinned_before:
+            log.warning("evicted %d pages of declared prefixes: a sequence alone needs more than the rest of the pool", lost)
         first = len(table.pages)
         table.pages += self.pool.take(missing)
         table.changed += range(first, len(table.pages))
@@ -152,6 +160,8 @@ class PrefixCache:
             node.last_use = self.clock
             node.readers -= 1
             self._release(node)
+        table.root.readers -= 1
+        self.trie.drop_unused(table.root)
         self.tables.remove(table)
 
     # Pins ----------------------------------------------------------------------------------------------------------
@@ -181,6 +191,9 @@ class PrefixCache:
                 readers[node] = readers.get(node, 0) + 1
                 parent = node
             pages += table.pages[len(table.nodes) :]
+        for root in self.trie.roots.values():
+            assert root.readers == sum(table.root is root for table in self.tables)
+            assert root.readers or root.children, "a namespace that nobody uses is forgotten"
         nodes = list(self.trie)
         pages += [node.page for node in nodes]
         assert sorted(pages) == list(range(1, self.pool.num_pages + 1)), "every page is in exactly one state"
@@ -195,7 +208,7 @@ class PrefixCache:
                 assert child.last_use <= node.last_use or node.readers, "a parent is used no earlier than its child"
         assert self.num_idle == sum(node.is_idle for node in nodes)
         assert self.num_pinned == sum(node.pins > 0 for node in nodes)
-        queued = {node for _, _, node in self.queue.heap}
+        queued = {node for rank, _, node in self.queue.heap if rank == self.queue.policy(node)}
         assert all(node in queued for node in nodes if node.is_idle and not node.children), "an idle leaf is queued"
 
     # ------------------------------------------------------------------------------------------------------------------
@@ -222,14 +235,14 @@ class PrefixCache:
             table.cached_len += shared
 
     def _take_over(self, table: PageTable, node: Node) -> None:
-        """Puts a published page into the table's next column and frees the own page there."""
+        """Puts a published page into the table's next column and frees the own page there, if there is one."""
         column = len(table.nodes)
-        self.pool.give([table.pages[column]])
+        self.pool.give(table.pages[column : column + 1])
+        table.pages[column : column + 1] = [node.page]
+        table.changed.append(column)
         self._hold(node)
         node.readers += 1
         table.nodes.append(node)
-        table.pages[column] = node.page
-        table.changed.append(column)
 
     def _hold(self, node: Node) -> None:
         self.num_idle -= node.is_idle
@@ -245,10 +258,13 @@ class PrefixCache:
         self.num_idle -= node.is_idle
         self.num_pinned -= node.pins > 0
         self.num_evicted += 1
+        self.num_pinned_evicted += node.pins > 0
         parent = node.parent
         node.remove()
         self.pool.give([node.page])
-        if parent.parent is not None and parent.is_idle and not parent.children:
+        if isinstance(parent, Root):
+            self.trie.drop_unused(parent)
+        elif parent.is_idle and not parent.children:
             self.queue.push(parent)
 
     def _num_unread_pinned(self) -> int:

@@ -19,29 +19,29 @@ class Prefix:
     namespace: Hashable
     nodes: list[Node] = field(default_factory=list)  # pinned, from the root down
     hits: int = 0
-    last_use: int = 0
 
 
 class PrefixPool:
     """Finds declared prefixes by their tokens and keeps at most `max_pinned` pages pinned for all of them. Over budget the
-    least recently used declaration lapses: a prefix is never a reason to fail."""
+    least recently used declaration lapses: a prefix is never a reason to fail. There are at most `max_pinned` declarations
+    too (and always room for one), so that callers who never repeat one do not fill the memory."""
 
     def __init__(self, cache: PrefixCache, max_pinned: int):
         self.cache = cache
         self.max_pinned = max_pinned
-        self.prefixes: dict[tuple[Hashable, bytes], Prefix] = {}
-        self.clock = 0
+        self.prefixes: dict[tuple[Hashable, bytes], Prefix] = {}  # the least recently used first
 
     def declare(self, tokens: array, namespace: Hashable = None) -> Prefix:
         """The prefix of these tokens, made now or found again."""
         key = (namespace, tokens.tobytes())
-        prefix = self.prefixes.get(key)
+        prefix = self.prefixes.pop(key, None)
         if prefix is None:
-            prefix = self.prefixes[key] = Prefix(key[1], len(tokens), namespace)
+            prefix = Prefix(key[1], len(tokens), namespace)
         else:
             prefix.hits += 1
-        self.clock += 1
-        prefix.last_use = self.clock
+        self.prefixes[key] = prefix
+        if len(self.prefixes) > max(1, self.max_pinned):
+            self._lapse(next(iter(self.prefixes.values())))
         return prefix
 
     def pin_published(self, prefix: Prefix, table: PageTable) -> None:
@@ -60,26 +60,25 @@ class PrefixPool:
 
     def delete(self, tokens: array, namespace: Hashable = None) -> bool:
         """Forgets a declaration; its pages become ordinary ones, evictable once unread. False if there was none."""
-        prefix = self.prefixes.pop((namespace, tokens.tobytes()), None)
+        prefix = self.prefixes.get((namespace, tokens.tobytes()))
         if prefix is not None:
-            self._unpin(prefix)
+            self._lapse(prefix)
         return prefix is not None
 
     def _make_room(self, keep: Prefix) -> bool:
         while self.cache.num_pinned >= self.max_pinned:
-            others = [prefix for prefix in self.prefixes.values() if prefix is not keep and prefix.nodes]
-            if not others:
+            oldest = next((prefix for prefix in self.prefixes.values() if prefix is not keep and prefix.nodes), None)
+            if oldest is None:
                 return False
-            oldest = min(others, key=lambda prefix: prefix.last_use)
-            del self.prefixes[oldest.namespace, oldest.tokens]
-            self._unpin(oldest)
+            self._lapse(oldest)
         return True
+
+    def _lapse(self, prefix: Prefix) -> None:
+        del self.prefixes[prefix.namespace, prefix.tokens]
+        self._drop_evicted(prefix)
+        while prefix.nodes:
+            self.cache.unpin(prefix.nodes.pop())
 
     def _drop_evicted(self, prefix: Prefix) -> None:
         while prefix.nodes and prefix.nodes[-1].parent is None:
             prefix.nodes.pop()
-
-    def _unpin(self, prefix: Prefix) -> None:
-        self._drop_evicted(prefix)
-        while prefix.nodes:
-            self.cache.unpin(prefix.nodes.pop())

@@ -77,16 +77,31 @@ class Node:
             stack.extend(node.children)
 
 
+class Root(Node):
+    """Where a namespace begins; no page. Its readers are all open page tables of the namespace."""
+
+    __slots__ = ("namespace",)
+
+    def __init__(self, namespace: Hashable):
+        super().__init__(b"", 0, None, 0)
+        self.namespace = namespace
+
+
 class PrefixTrie:
-    """One root for each namespace."""
+    """One root for each namespace that is in use."""
 
     def __init__(self) -> None:
-        self.roots: dict[Hashable, Node] = {}
+        self.roots: dict[Hashable, Root] = {}
 
-    def root(self, namespace: Hashable) -> Node:
+    def root(self, namespace: Hashable) -> Root:
         if namespace not in self.roots:
-            self.roots[namespace] = Node(b"", 0, None, 0)
+            self.roots[namespace] = Root(namespace)
         return self.roots[namespace]
+
+    def drop_unused(self, root: Root) -> None:
+        """Forgets a namespace without pages and readers: callers may invent one for each of their users."""
+        if not root.readers and not root.children:
+            del self.roots[root.namespace]
 
     def __iter__(self) -> Iterator[Node]:
         for root in self.roots.values():

@@ -89,7 +89,8 @@ class Sequence:
     """One generation in progress.
 
     Positions [0, computed_len) have their keys and values in the store once the steps dispatched so far have run. `tokens`
-    holds what the host knows; `pending` is 1 while one more has been sampled by a step that is still in flight.
+    holds what the host knows; `pending` counts the tokens sampled by steps whose results the host has not read: 1 while a
+    step is in flight, 2 for the moment in which the next one is planned already.
     """
 
     __slots__ = (
@@ -119,6 +120,7 @@ class Sequence:
         """Forgets all that is on the device, as if it had just arrived with the tokens it has."""
         self.computed_len = self.pending = 0
         self.row = self.table = self.prefix = None
+        self.planned_step = -1  # steps are counted anew
 
     @property
     def prompt_len(self) -> int:

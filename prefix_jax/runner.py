@@ -64,7 +64,7 @@ class Runner:
         self.page_table = jnp.zeros((rows, self.batcher.max_pages), jnp.int32)
         self.last_tokens = jnp.zeros(rows, jnp.int32)
 
-    def dispatch(self, batch: StepBatch) -> Int[Array, " B+1"]:
+    def dispatch(self, batch: StepBatch) -> Int[Array, " rows"]:
         """Starts one step; returns each row's last sampled token, which is still being computed."""
         for changes in _groups(batch.early_changes.T, CHANGE_GROUP):
             padding = np.zeros((CHANGE_GROUP - len(changes), 2), np.int32)
@@ -116,7 +116,10 @@ class Runner:
             free = stats["bytes_limit"] * memory_fraction - stats["peak_bytes_in_use"]
         if free < page:
             raise MemoryError(f"no memory for one page: a page takes {page:,} bytes, {int(free):,} are free")
-        return min(limit, int(free // page))
+        num_pages = min(limit, int(free // page))
+        # Rounded down to three binary digits: a later start then finds its executables in the compilation cache.
+        coarse = max(0, num_pages.bit_length() - 3)
+        return num_pages >> coarse << coarse
 
     def _warm_up(self, use_tqdm: bool) -> None:
         """Compiles every bucket, in parallel, and runs each once over padding. Nothing is compiled afterwards."""
@@ -139,8 +142,8 @@ class Runner:
 def step(
     params: list[Array],
     store: KVStore,
-    page_table: Int[Array, "B+1 P"],
-    last_tokens: Int[Array, " B+1"],
+    page_table: Int[Array, "rows P"],
+    last_tokens: Int[Array, " rows"],
     packed: Int[Array, " n"],
     *,
     graph: nnx.GraphDef,
@@ -148,7 +151,7 @@ def step(
     bucket: Bucket,
     page_size: int,
     attention: str,
-) -> tuple[KVStore, Int[Array, "B+1 P"], Int[Array, " B+1"]]:
+) -> tuple[KVStore, Int[Array, "rows P"], Int[Array, " rows"]]:
     """One step: writes the new K and V, attends through the tiles, samples. Pure; returns the new device state."""
     model = nnx.merge(graph, jax.tree.unflatten(param_tree, params))
     batch = bucket.unpack(packed)
@@ -169,13 +172,13 @@ def step(
     hidden, store = model(tokens, position, slots, store, attend)
     with jax.named_scope("sample"):
         logits = model.logits(hidden[batch["sample_token"]])
-        sampled = sample(logits, _sampling_rows(batch))
+        sampled = sample(logits, _sampling_rows(batch), implementation=attention)
     return store, page_table, last_tokens.at[batch["sample_row"]].set(sampled)
 
 
 def change_pages(
-    page_table: Int[Array, "B+1 P"], index: Int[Array, " n"], pages: Int[Array, " n"]
-) -> Int[Array, "B+1 P"]:
+    page_table: Int[Array, "rows P"], index: Int[Array, " n"], pages: Int[Array, " n"]
+) -> Int[Array, "rows P"]:
     """Sets single entries, by their flat index."""
     return page_table.reshape(-1).at[index].set(pages).reshape(page_table.shape)
 

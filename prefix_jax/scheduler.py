@@ -88,8 +88,9 @@ class Scheduler:
         self.cache.step += 1
         self.claimed.clear()
         plan = StepPlan()
-        # Decodes first: a long prompt must not hold up those that are already answering.
-        for sequence in sorted(self.running, key=lambda sequence: sequence.remaining > 1):
+        # Decodes first: a long prompt must not hold up those that are already answering. Then the oldest first, since who
+        # comes early finds others to preempt.
+        for sequence in sorted(self.running, key=lambda sequence: (sequence.remaining > 1, sequence.order)):
             if sequence.row is not None and plan.num_tokens < self.max_num_batched_tokens:
                 self._continue(sequence, plan)
         self._admit(plan)
@@ -165,7 +166,7 @@ class Scheduler:
             if not self.free_rows or plan.num_tokens >= self.max_num_batched_tokens or held_back > self.max_num_seqs:
                 return
             if sequence.pending:
-                continue  # preempted with a step in flight
+                return  # preempted with a step in flight: it keeps its place, and others must not take the pages it left
             table = self._open(sequence)
             if table is None:
                 held_back += 1

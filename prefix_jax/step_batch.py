@@ -33,6 +33,11 @@ class Tiling:
         return max(1, min(self.max_splits, programs // (tiles * num_kv_heads)))
 
 
+def tiling_for(attention: str, wide_rows: int) -> Tiling:
+    """On a GPU decodes fill it with four programs for each of some 132 multiprocessors, wide tiles with two."""
+    return Tiling(wide_rows, 528, 264) if attention.startswith("pallas") else Tiling(wide_rows)
+
+
 @dataclass(frozen=True)
 class Bucket:
     """A padded shape that is compiled: up to `num_tokens` tokens, of which up to `num_samples` yield a token. One tile

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Int
 
 IntN = Int[np.ndarray, " N"]
+PerChunk = Int[np.ndarray, " chunks"]
 
 RANGE_STEP = 64  # cut ranges end at multiples of this: whole steps of the kernel's loop
 
@@ -20,7 +21,7 @@ RANGE_STEP = 64  # cut ranges end at multiples of this: whole steps of the kerne
 @dataclass(frozen=True)
 class TileShape:
     """The capacity of one tile list: up to `tiles` tiles of `rows` query tokens, each range cut into at most `splits`
-    ranges, none shorter than `min_range` positions except where the range itself is."""
+    ranges of at least `min_range` positions; the last one may be shorter."""
 
     tiles: int
     rows: int
@@ -57,7 +58,7 @@ class TilePlan:
 
 
 def tile_plan(
-    rows: IntN, starts: IntN, lengths: IntN, *, num_tokens: int, shapes: tuple[TileShape, ...], num_partials: int
+    rows: PerChunk, starts: PerChunk, lengths: PerChunk, *, num_tokens: int, shapes: tuple[TileShape, ...], num_partials: int
 ) -> TilePlan:
     """Plain tiles: every token's range, [0, its position], in tiles of its own chunk.
 
@@ -77,7 +78,9 @@ def tile_plan(
     return TilePlan(tuple(lists), MergeList(token, first, count))
 
 
-def _cut_chunks(rows: IntN, starts: IntN, lengths: IntN, firsts: IntN, width: int) -> Int[np.ndarray, "4 N"]:
+def _cut_chunks(
+    rows: PerChunk, starts: PerChunk, lengths: PerChunk, firsts: PerChunk, width: int
+) -> Int[np.ndarray, "4 uncut"]:
     """Tiles of up to `width` consecutive tokens: (row, end of the range, first token, number of tokens)."""
     per_chunk = -(-lengths // width)
     chunk = np.repeat(np.arange(len(rows)), per_chunk)
@@ -87,7 +90,7 @@ def _cut_chunks(rows: IntN, starts: IntN, lengths: IntN, firsts: IntN, width: in
 
 
 def _cut_ranges(
-    tiles: Int[np.ndarray, "4 N"], shape: TileShape, num_tokens: int, num_partials: int, num_cut: int
+    tiles: Int[np.ndarray, "4 uncut"], shape: TileShape, num_tokens: int, num_partials: int, num_cut: int
 ) -> tuple[TileList, Int[np.ndarray, "3 M"], int]:
     """Cuts long ranges, lays the tiles out in the capacity, and numbers the partial results: those of one token follow one
     another in position order."""
@@ -118,7 +121,7 @@ def _cut_ranges(
     return TileList(token, *columns, partial), merge, num_cut + int(results.sum())
 
 
-def _padded(values: IntN, capacity: int) -> IntN:
+def _padded(values: Int[np.ndarray, " n"], capacity: int) -> Int[np.ndarray, " capacity"]:
     padded = np.zeros(capacity, np.int32)
     padded[: len(values)] = values
     return padded

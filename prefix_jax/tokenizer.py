@@ -23,7 +23,6 @@ GGUF_MODELS = ("gpt2",)
 GGUF_PRE_TOKENIZERS = ("default", "gpt-2", "llama-bpe", "qwen2", "smollm")
 
 _REPLACEMENT = "\ufffd"  # what a decoder gives for bytes that are no character, or not yet
-_MAX_MISSING = 3  # a UTF-8 character has at most four bytes, so at most three replacements may still become one
 _CONTEXT_LEN = 6  # ids that stay in the decoder's window: enough to stand on whole characters
 
 
@@ -52,6 +51,7 @@ class Tokenizer:
         eos_text = self._special_tokens.get("eos_token")
         own_eos = () if eos_text is None else (self._id_of("eos_token", eos_text),)
         self.eos_ids = frozenset((*eos_ids, *own_eos))
+        # SentencePiece spells unknown characters in tokens of one byte; GPT-2's BPE has bytes for an alphabet.
         byte_ids = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
         self._byte_ids = frozenset(token_id for token_id in byte_ids if token_id is not None)
 
@@ -98,7 +98,6 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Ids with the special tokens the tokenizer adds; a text that begins with the BOS text gets no second one."""
         ids = self._backend.encode(text).ids
-        plain = None
         if self.bos_id is None or (self._add_bos is None and ids[:2] != [self.bos_id] * 2):
             return ids
         plain = self._backend.encode(text, add_special_tokens=False).ids
@@ -167,20 +166,20 @@ class IncrementalDecoder:
         """The new text that is certain with this id: empty while a character is incomplete."""
         self._window.append(token_id)
         self._pending.append(token_id)
-        return self._give(self._decode(self._window), _certain)
+        # An unfinished character decodes to one replacement, or to one for each of its up to three single-byte tokens.
+        return self._give(3 if self._tokenizer._byte_ids else 1)
 
     def flush(self) -> str:
         """What is left at the end: an unfinished character as its replacement."""
-        return self._give(self._decode(self._window), lambda text: text)
+        return self._give(0)
 
-    def _give(self, text: str, part) -> str:
-        certain = part(text)
+    def _give(self, max_unfinished: int) -> str:
+        text = self._decode(self._window)
+        certain = _certain(text, max_unfinished)
         if not certain.startswith(self._given):
-            if self._given.startswith(certain) and text.startswith(certain) and len(text) == len(certain):
-                return ""  # nothing new, e.g. a skipped id
             # The tokenizer changed its mind about text already given: go on from the ids that were not.
             text = self._decode(self._pending)
-            certain = part(text)
+            certain = _certain(text, max_unfinished)
             if not certain:
                 return ""
             self._window, self._given = list(self._pending), ""
@@ -207,10 +206,10 @@ class IncrementalDecoder:
         return self._tokenizer.decode(ids, self._skip_special_tokens)
 
 
-def _certain(text: str) -> str:
+def _certain(text: str, max_unfinished: int) -> str:
     """The text without the replacements at its end that more bytes could still turn into a character."""
     end = len(text)
-    while end > 0 and len(text) - end < _MAX_MISSING and text[end - 1] == _REPLACEMENT:
+    while end > max(0, len(text) - max_unfinished) and text[end - 1] == _REPLACEMENT:
         end -= 1
     return text[:end]
 

@@ -1,0 +1,105 @@
+"""Partial results of cut tokens -> one, by log-sum-exp in float32, in the order of positions."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float
+
+from pallas_kernels import triton
+from pallas_kernels.tiles import Merge, Partials
+
+HEADS, STEP, NUM_WARPS = 8, 4, 4  # a program merges 8 heads of a token, 4 partials at a time
+
+
+def merge_xla(x: Float[Array, "T Hq D"], partials: Partials, merge: Merge) -> Float[Array, "T Hq D"]:
+    """x with the merged results of the cut tokens in place."""
+    last = merge.num_partials - 1
+
+    def body(i, carry):
+        peak, total, acc = carry
+        at = jnp.minimum(merge.first + i, last)
+        there = (i < merge.count)[:, None]
+        lse = jnp.where(there, partials.lse[at], -jnp.inf)
+        value = jnp.where((lse > -jnp.inf)[..., None], partials.value[at], 0)
+        new_peak = jnp.maximum(peak, lse)
+        shift = jnp.where(new_peak > -jnp.inf, new_peak, 0)  # -inf - -inf is NaN
+        fade, weight = jnp.exp2(peak - shift), jnp.exp2(lse - shift)
+        return new_peak, total * fade + weight, acc * fade[..., None] + value * weight[..., None]
+
+    blank = jnp.zeros((merge.token.shape[0], x.shape[1]), jnp.float32)
+    start = (blank - jnp.inf, blank, jnp.zeros(blank.shape + x.shape[2:], jnp.float32))
+    _, total, acc = lax.fori_loop(0, merge.count.max(initial=0), body, start)
+    value = acc / jnp.where(total > 0, total, 1)[..., None]
+    token = jnp.where(merge.count > 0, merge.token, x.shape[0])
+    return x.at[token].set(value.astype(x.dtype), mode="drop")
+
+
+def merge_pallas(
+    x: Float[Array, "T Hq D"], partials: Partials, merge: Merge, *, interpret: bool = False
+) -> Float[Array, "T Hq D"]:
+    """The same as a kernel; the result takes the place of x, in the same memory."""
+    return triton.launch(
+        _kernel,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        grid=(merge.token.shape[0], pl.cdiv(x.shape[1], HEADS)),
+        aliases={0: 0},
+        num_warps=NUM_WARPS,
+        num_stages=1,
+        interpret=interpret,
+        name="merge",
+    )(x, partials.value, partials.lse, merge.token, merge.first, merge.count)
+
+
+def _kernel(
+    x_ref,  # [T, Hq, D], only its memory
+    value_ref,  # [C, Hq, D]
+    lse_ref,  # [C, Hq]
+    token_ref,  # [M]
+    first_ref,
+    count_ref,
+    out_ref,  # [T, Hq, D]
+):
+    """One program for a (cut token, HEADS of its heads)."""
+    num_tokens, num_heads, head_dim = x_ref.shape
+    i = pl.program_id(0)
+    token, first, count = token_ref[i], first_ref[i], count_ref[i]
+    lanes = pl.next_power_of_2(head_dim)
+    head = pl.program_id(1) * HEADS + lax.iota(jnp.int32, HEADS)
+    lane = lax.iota(jnp.int32, lanes)
+
+    def body(j, carry):
+        peak, total, acc = carry
+        step = j * STEP + lax.iota(jnp.int32, STEP)
+        flat = (STEP, HEADS)
+        at = jnp.broadcast_to((first + step)[:, None], flat)
+        heads = jnp.broadcast_to(head[None, :], flat)
+        there = (step < count)[:, None] & (head < num_heads)[None, :]
+        lse = triton.load(lse_ref.at[at, heads], mask=there, other=-jnp.inf)
+        new_peak = jnp.maximum(peak, lse.max(axis=0))
+        shift = jnp.where(new_peak > -jnp.inf, new_peak, 0.0)  # -inf - -inf is NaN
+        weight = jnp.exp2(lse - shift[None, :])
+        cube = (STEP, HEADS, lanes)
+        mask = there[:, :, None] & (lane < head_dim)[None, None, :]
+        value = triton.load(
+            value_ref.at[
+                jnp.broadcast_to(at[:, :, None], cube),
+                jnp.broadcast_to(heads[:, :, None], cube),
+                jnp.broadcast_to(lane[None, None, :], cube),
+            ],
+            mask=mask,
+            other=0.0,
+        )
+        fade = jnp.exp2(peak - shift)
+        acc = acc * fade[:, None] + (value * weight[:, :, None]).sum(axis=0)
+        return new_peak, total * fade + weight.sum(axis=0), acc
+
+    blank = jnp.zeros((HEADS,), jnp.float32)
+    carry = blank - jnp.inf, blank, jnp.zeros((HEADS, lanes), jnp.float32)
+    _, total, acc = lax.fori_loop(0, pl.cdiv(count, STEP), body, carry)
+    value = acc / jnp.where(total > 0, total, 1.0)[:, None]
+    shape = (HEADS, lanes)
+    token = jnp.where(count > 0, token, num_tokens)
+    mask = (head < num_heads)[:, None] & (lane < head_dim)[None, :] & (token < num_tokens)
+    at = jnp.broadcast_to(token, shape), jnp.broadcast_to(head[:, None], shape), jnp.broadcast_to(lane[None, :], shape)
+    triton.store(out_ref.at[at], value.astype(out_ref.dtype), mask=mask)

@@ -1,0 +1,170 @@
+"""The operation: attention of query tokens to K and V that lie in pages, done tile by tile."""
+
+import math
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import tile_attention as pallas
+from pallas_kernels import xla_attention as xla
+from pallas_kernels.merge import merge_pallas, merge_xla
+from pallas_kernels.tile_attention import Config, default_config
+from pallas_kernels.tiles import Merge, Partials, Tiles
+
+Implementation = Literal["xla", "pallas", "pallas_interpret"]
+
+
+def paged_attention(
+    q: Float[Array, "T Hq D"],
+    k_slots: Float[Array, "num_slots Hkv D"],
+    v_slots: Float[Array, "num_slots Hkv D"],
+    positions: Int[Array, "T"],
+    page_table: Int[Array, "B P"],
+    tile_lists: Sequence[Tiles],
+    merge: Merge | None = None,
+    *,
+    page_size: int,
+    scale: float | None = None,
+    implementation: Implementation | None = None,
+    configs: Sequence[Config | None] | None = None,
+) -> Float[Array, "T Hq D"]:
+    """Attention of the query tokens in the tiles; tokens in no tile keep their q.
+
+    Position p of row b of the page table lies in slot `page_table[b, p // page_size] * page_size + p % page_size`. The
+    lists are run one after the other. With Pallas the result takes the place of q, in the same memory, where q has no
+    other reader.
+
+    Args:
+        scale: of the scores; 1 / sqrt(D) unless given.
+        implementation: None chooses, by backend and shapes; a named one runs or raises.
+        configs: one for each tile list, None for the default; the XLA implementation has no use for them.
+
+    Raises ValueError for shapes, dtypes and sizes that do not fit; the indices themselves are not checked.
+    """
+    _check_arrays(q, k_slots, v_slots, positions, page_table, page_size)
+    _check_tiles(tile_lists, merge, configs)
+    implementation = _choose(implementation, q, k_slots)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    num_partials = merge.num_partials if merge is not None else 0
+    x, partials = q, None
+    if implementation == "xla":
+        if merge is not None:
+            shape = (num_partials, *q.shape[1:])
+            partials = Partials(jnp.zeros(shape, jnp.float32), jnp.full(shape[:-1], -jnp.inf, jnp.float32))
+        for tiles in tile_lists:
+            if tiles.token.shape[0] == 0:
+                continue
+            x, partials = xla.tile_attention(
+                x, partials, tiles, positions, page_table, k_slots, v_slots, page_size=page_size, scale=scale
+            )
+        return x if merge is None else merge_xla(x, partials, merge)
+
+    interpret = implementation == "pallas_interpret"
+    for tiles, config in zip(tile_lists, configs or [None] * len(tile_lists), strict=True):
+        if tiles.token.shape[0] == 0:
+            continue
+        x, partials = pallas.tile_attention(
+            x,
+            partials,
+            tiles,
+            positions,
+            page_table,
+            k_slots,
+            v_slots,
+            num_partials=num_partials,
+            page_size=page_size,
+            scale=scale,
+            config=config or default_config(tiles.token.shape[1], q.shape[1] // k_slots.shape[1], q.shape[2], q.dtype),
+            interpret=interpret,
+        )
+    return x if partials is None else merge_pallas(x, partials, merge, interpret=interpret)
+
+
+def default_implementation() -> Implementation:
+    """Pallas where the default device is a CUDA GPU of compute capability 8.0 or newer, else XLA."""
+    device = jax.config.jax_default_device or jax.devices()[0]
+    if isinstance(device, str):
+        device = jax.devices(device)[0]
+    is_cuda = device.platform in ("gpu", "cuda") and "cuda" in device.client.platform_version.lower()
+    return "pallas" if is_cuda and float(device.compute_capability) >= 8.0 else "xla"
+
+
+def tile_rows(implementation: Implementation | None, group: int, dtype: jax.typing.DTypeLike) -> int:
+    """R of wide tiles, those of prompts: 128 matrix rows of bfloat16 fill the matrix units of a GPU.
+
+    group: query heads of a KV head.
+    """
+    implementation = default_implementation() if implementation is None else implementation
+    if implementation == "xla":
+        return 64
+    matrix_rows = 32 if jnp.dtype(dtype).itemsize == 4 else 128  # float32 products run on scalar units, from registers
+    return max(1, matrix_rows // (1 << (group - 1).bit_length()))
+
+
+def _choose(implementation: str | None, q: Array, k_slots: Array) -> Implementation:
+    if implementation is None:
+        runs = default_implementation() == "pallas" and _pallas_refusal(q, k_slots) is None
+        return "pallas" if runs else "xla"
+    if implementation not in get_args(Implementation):
+        raise ValueError(f"implementation must be None or one of {get_args(Implementation)}, got {implementation!r}")
+    if implementation != "xla" and (refusal := _pallas_refusal(q, k_slots)):
+        raise ValueError(f"implementation={implementation!r} {refusal}; use implementation='xla'")
+    return implementation
+
+
+def _pallas_refusal(q: Array, k_slots: Array) -> str | None:
+    """Why the kernel cannot take these arrays."""
+    if q.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return f"takes float32, bfloat16 and float16, got {q.dtype}"
+    if q.shape[-1] > 256:
+        return f"takes head sizes up to 256, got {q.shape[-1]}"
+    if (size := math.prod(k_slots.shape) * k_slots.dtype.itemsize) > 2**32:
+        return f"takes K and V arrays of up to 4 GiB each (32-bit offsets), got {size / 2**30:.2f} GiB: fewer pages"
+    return None
+
+
+def _check_arrays(q, k_slots, v_slots, positions, page_table, page_size):
+    if q.ndim != 3 or k_slots.ndim != 3:
+        raise ValueError(f"q must be [T, Hq, D] and k_slots [num_slots, Hkv, D], got {q.shape} and {k_slots.shape}")
+    if k_slots.shape != v_slots.shape:
+        raise ValueError(f"k_slots and v_slots must have one shape, got {k_slots.shape} and {v_slots.shape}")
+    if q.shape[2] != k_slots.shape[2]:
+        raise ValueError(f"q and k_slots must have one head size, got {q.shape[2]} and {k_slots.shape[2]}")
+    if q.shape[1] % k_slots.shape[1]:
+        raise ValueError(f"query heads must be a multiple of KV heads, got {q.shape[1]} and {k_slots.shape[1]}")
+    if not q.dtype == k_slots.dtype == v_slots.dtype or not jnp.issubdtype(q.dtype, jnp.floating):
+        raise ValueError(
+            f"q, k_slots and v_slots must have one float dtype, got {q.dtype}, {k_slots.dtype}, {v_slots.dtype}"
+        )
+    if positions.shape != q.shape[:1]:
+        raise ValueError(f"positions must be [T] = [{q.shape[0]}], got {positions.shape}")
+    if page_table.ndim != 2:
+        raise ValueError(f"page_table must be [B, P], got {page_table.shape}")
+    if page_size < 1 or k_slots.shape[0] % page_size:
+        raise ValueError(f"num_slots must be a multiple of page_size, got {k_slots.shape[0]} and {page_size}")
+    for name, a in (("positions", positions), ("page_table", page_table)):
+        if a.dtype != jnp.int32:
+            raise ValueError(f"{name} must be int32, got {a.dtype}")
+
+
+def _check_tiles(tile_lists, merge, configs):
+    for i, tiles in enumerate(tile_lists):
+        if tiles.token.ndim != 2:
+            raise ValueError(f"tile_lists[{i}].token must be [N, R], got {tiles.token.shape}")
+        for name in ("token", "partial", "row", "start", "end"):
+            want = tiles.token.shape if name in ("token", "partial") else tiles.token.shape[:1]
+            a = getattr(tiles, name)
+            if a is not None and (a.shape != want or a.dtype != jnp.int32):
+                raise ValueError(f"tile_lists[{i}].{name} must be int32 {want}, got {a.dtype} {a.shape}")
+    cut = [i for i, tiles in enumerate(tile_lists) if tiles.partial is not None]
+    if cut and merge is None:
+        raise ValueError(f"tile_lists {cut} have cut tokens (partial is not None), but merge is None")
+    if merge is not None and not cut:
+        raise ValueError("merge was given, but no tile list has cut tokens (partial is None everywhere)")
+    if merge is not None and merge.num_partials < 1:
+        raise ValueError(f"merge.num_partials must be positive, got {merge.num_partials}")
+    if configs is not None and len(configs) != len(tile_lists):
+        raise ValueError(f"configs must have one entry for each of {len(tile_lists)} tile lists, got {len(configs)}")

@@ -1,0 +1,36 @@
+"""What paged attention means: softmax over every visible position of the token's row, in float32."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+def reference(
+    q: Float[Array, "T Hq D"],
+    k_slots: Float[Array, "num_slots Hkv D"],
+    v_slots: Float[Array, "num_slots Hkv D"],
+    positions: Int[Array, "T"],
+    rows: Int[Array, "T"],
+    page_table: Int[Array, "B P"],
+    *,
+    page_size: int,
+    scale: float | None = None,
+) -> Float[Array, "T Hq D"]:
+    """Attention of each token t to the positions 0 … positions[t] of row rows[t]; float32, whatever comes in.
+
+    Memory grows with T x P x page_size: for tests only.
+    """
+    _, num_heads, head_dim = q.shape
+    group = num_heads // k_slots.shape[1]
+    scale = 1 / math.sqrt(head_dim) if scale is None else scale
+    slots = (page_table[:, :, None] * page_size + jnp.arange(page_size)).reshape(page_table.shape[0], -1)
+    visible = jnp.arange(slots.shape[1]) <= positions[:, None]  # [T, positions]
+    k = k_slots[slots[rows]].astype(jnp.float32)  # [T, positions, Hkv, D]
+    v = v_slots[slots[rows]].astype(jnp.float32)
+    v = jnp.where(visible[:, :, None, None], v, 0.0)  # what is not visible may be NaN, and 0 * NaN is NaN
+    k, v = jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)  # query head h reads KV head h // group
+    scores = jnp.einsum("thd,tjhd->thj", q.astype(jnp.float32), k, precision=jax.lax.Precision.HIGHEST) * scale
+    weights = jax.nn.softmax(jnp.where(visible[:, None, :], scores, -jnp.inf), axis=-1)
+    return jnp.einsum("thj,tjhd->thd", weights, v, precision=jax.lax.Precision.HIGHEST)

@@ -1,0 +1,177 @@
+"""Logits -> tokens without a sort: thresholds found bit by bit, Gumbel noise, argmax. Rows that ask for nothing pay nothing.
+
+A row's noise is Threefry of (its key, the token id): it depends on no neighbour and on no padding.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int, UInt32
+
+from pallas_kernels import triton
+
+BLOCK = 4096  # tokens of the vocabulary that a program looks at in one go
+NUM_WARPS = 8
+
+
+def lowest_kept(
+    logits: Float[Array, "B V"],
+    temperature: Float[Array, " B"],
+    top_k: Int[Array, " B"],
+    top_p: Float[Array, " B"],
+    *,
+    implementation: str,
+) -> Float[Array, " B"]:
+    """The smallest logit of each row that sampling may choose: of the k largest, then of the smallest set of these with a
+    mass of at least p at this temperature; ties stay. top_k 0 and top_p 1 are off; -inf where both are."""
+    if implementation == "xla":
+        asks = jnp.any((top_k > 0) | (top_p < 1))
+        find = jax.vmap(lambda row, t, k, p: _lowest_kept(_whole(row), t, k, p))
+        return lax.cond(asks, find, lambda *_: jnp.full(top_p.shape, -jnp.inf), logits, temperature, top_k, top_p)
+    return triton.launch(
+        _lowest_kept_kernel,
+        out_shape=jax.ShapeDtypeStruct(top_p.shape, jnp.float32),
+        grid=top_p.shape,
+        aliases={},
+        num_warps=NUM_WARPS,
+        num_stages=2,
+        interpret=implementation == "pallas_interpret",
+        name="lowest_kept",
+    )(logits, temperature, top_k, top_p)
+
+
+def draw(
+    logits: Float[Array, "B V"],
+    lowest: Float[Array, " B"],
+    temperature: Float[Array, " B"],
+    key: UInt32[Array, "B 2"],
+    *,
+    implementation: str,
+) -> Int[Array, " B"]:
+    """One token of each row: the argmax of logits / temperature + Gumbel noise among logits of at least `lowest`;
+    temperature 0 is the argmax alone."""
+    if implementation == "xla":
+        vocab = jnp.arange(logits.shape[1])
+        score = jax.vmap(_scores, in_axes=(0, None, 0, 0, 0))
+        noisy = lax.cond(jnp.any(temperature > 0), score, lambda x, *_: x, logits, vocab, lowest, temperature, key)
+        return jnp.argmax(noisy, axis=1).astype(jnp.int32)
+    num_rows, num_blocks = logits.shape[0], pl.cdiv(logits.shape[1], BLOCK)
+    best, token = triton.launch(
+        _draw_kernel,
+        out_shape=[jax.ShapeDtypeStruct((num_rows, num_blocks), dtype) for dtype in (jnp.float32, jnp.int32)],
+        grid=(num_rows, num_blocks),
+        aliases={},
+        num_warps=NUM_WARPS,
+        num_stages=1,
+        interpret=implementation == "pallas_interpret",
+        name="draw",
+    )(logits, lowest, temperature, key)
+    return jnp.take_along_axis(token, jnp.argmax(best, axis=1, keepdims=True), axis=1)[:, 0]
+
+
+def _scores(logits, token, lowest, temperature, key):
+    """What the chosen token has the most of. Greedy rows stay as they are."""
+    noisy = logits / jnp.where(temperature > 0, temperature, 1) + gumbel(key[0], key[1], token)
+    return jnp.where(temperature > 0, jnp.where(logits >= lowest, noisy, -jnp.inf), logits)
+
+
+def gumbel(key_0: UInt32[Array, ""], key_1: UInt32[Array, ""], counter: Int[Array, " n"]) -> Float[Array, " n"]:
+    """-log(-log(u)), u uniform in (0, 1) from 23 random bits of each counter."""
+    bits, _ = threefry(key_0, key_1, counter.astype(jnp.uint32), jnp.zeros(counter.shape, jnp.uint32))
+    uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
+    return -jnp.log(-jnp.log(uniform))
+
+
+def threefry(key_0: Any, key_1: Any, x0: Any, x1: Any) -> tuple[Any, Any]:
+    """Threefry-2x32, 20 rounds (Salmon et al., Parallel random numbers: as easy as 1, 2, 3, 2011)."""
+    keys = key_0, key_1, key_0 ^ key_1 ^ jnp.uint32(0x1BD11BDA)
+    x0, x1 = x0 + keys[0], x1 + keys[1]
+    for i in range(5):
+        for turn in ((13, 15, 26, 6), (17, 29, 16, 24))[i % 2]:
+            x0 = x0 + x1
+            x1 = ((x1 << jnp.uint32(turn)) | (x1 >> jnp.uint32(32 - turn))) ^ x0
+        x0, x1 = x0 + keys[(i + 1) % 3], x1 + keys[(i + 2) % 3] + jnp.uint32(i + 1)
+    return x0, x1
+
+
+def _draw_kernel(logits_ref, lowest_ref, temperature_ref, key_ref, best_ref, token_ref):
+    """One program for a (row, BLOCK tokens): the best score and whose it is."""
+    row, block = pl.program_id(0), pl.program_id(1)
+    vocab = logits_ref.shape[1]
+    token = block * BLOCK + lax.iota(jnp.int32, BLOCK)
+    at = jnp.broadcast_to(row, (BLOCK,)), token
+    logits = triton.load(logits_ref.at[at], mask=token < vocab, other=-jnp.inf)
+    temperature = temperature_ref[row]
+    scores = lax.cond(
+        temperature > 0,
+        lambda: _scores(logits, token, lowest_ref[row], temperature, (key_ref[row, 0], key_ref[row, 1])),
+        lambda: logits,
+    )
+    best = scores.max(axis=0)
+    best_ref[row, block] = best
+    token_ref[row, block] = jnp.where(scores == best, token, vocab - 1).min(axis=0)
+
+
+def _lowest_kept_kernel(logits_ref, temperature_ref, top_k_ref, top_p_ref, lowest_ref):
+    """One program for a row; one that asks for nothing ends at once."""
+    row = pl.program_id(0)
+    vocab = logits_ref.shape[1]
+    top_k, top_p = top_k_ref[row], top_p_ref[row]
+    num_blocks = ((top_k > 0) | (top_p < 1)).astype(jnp.int32) * pl.cdiv(vocab, BLOCK)
+
+    def reduce(combine, start, value):
+        def body(i, carry):
+            token = i * BLOCK + lax.iota(jnp.int32, BLOCK)
+            at = jnp.broadcast_to(row, (BLOCK,)), token
+            return combine(carry, value(triton.load(logits_ref.at[at], mask=token < vocab, other=-jnp.inf)))
+
+        return lax.fori_loop(0, num_blocks, body, start)
+
+    lowest_ref[row] = _lowest_kept(reduce, temperature_ref[row], top_k, top_p)
+
+
+def _whole(row):
+    """The reduction of a row that is all at hand."""
+
+    def reduce(combine, start, value):
+        return combine(jnp.asarray(start, jnp.float32), value(row))
+
+    return reduce
+
+
+def _lowest_kept(reduce, temperature, top_k, top_p):
+    """For one row, whose logits are seen through `reduce(combine, start, value of a block)` alone."""
+    add = lambda total, values: total + values.sum(axis=0)  # noqa: E731
+    peak = reduce(lambda peak, x: jnp.maximum(peak, x.max(axis=0)), jnp.float32(-jnp.inf), lambda x: x)
+    scale = 1 / jnp.where(temperature > 0, temperature, 1)
+
+    def find(weight, target):
+        """The largest t, in the order of the floats' bits, such that the weights of {x >= t} sum to the target."""
+
+        def set_bit(i, found):
+            candidate = found | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
+            reached = reduce(add, jnp.float32(0), lambda x: jnp.where(_ordered(x) >= candidate, weight(x), 0.0))
+            return jnp.where(reached >= target, candidate, found)
+
+        return lax.fori_loop(0, (target > 0).astype(jnp.int32) * 32, set_bit, jnp.uint32(0))
+
+    kept = find(jnp.ones_like, top_k.astype(jnp.float32))
+    mass = lambda x: jnp.where(_ordered(x) >= kept, jnp.exp((x - peak) * scale), 0.0)  # noqa: E731
+    total = reduce(add, jnp.float32(0), mass)
+    target = jnp.where(top_p < 1, jnp.maximum(top_p, 1e-20) * total, 0)
+    return _unordered(jnp.maximum(kept, find(mass, target)))
+
+
+def _ordered(x: Float[Array, "..."]) -> UInt32[Array, "..."]:
+    """Unsigned integers in the order of the floats."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    return jnp.where(bits >= jnp.uint32(1 << 31), ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _unordered(bits: UInt32[Array, ""]) -> Float[Array, ""]:
+    """The float of such an integer; -inf for 0, which is below every float."""
+    x = lax.bitcast_convert_type(jnp.where(bits >= jnp.uint32(1 << 31), bits ^ jnp.uint32(1 << 31), ~bits), jnp.float32)
+    return jnp.where(bits == 0, -jnp.inf, x)

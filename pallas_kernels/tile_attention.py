@@ -1,0 +1,183 @@
+"""Tile attention as a Pallas kernel for NVIDIA GPUs: one kernel for decode, prefill and shared prefixes."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import triton
+from pallas_kernels.tiles import Partials, Tiles
+
+MASKED = -1e30  # finite: the difference of two masked maxima must not be NaN
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Sizes of one launch: positions in a step of the loop, warps of a program, stages of its load pipeline."""
+
+    block_kv: int
+    num_warps: int
+    num_stages: int
+
+
+def default_config(rows: int, group: int, head_dim: int, dtype: jax.typing.DTypeLike) -> Config:
+    """What was fastest on an H200 for tiles of `rows` tokens; where nothing was measured, what spills no registers."""
+    wide = matrix_rows(rows, group) > 16
+    if jnp.dtype(dtype).itemsize == 4:
+        return Config(block_kv=32, num_warps=8 if wide and head_dim > 64 else 4, num_stages=2)
+    if wide:
+        return Config(block_kv=64, num_warps=8 if head_dim > 128 else 4, num_stages=2)
+    return Config(block_kv=64, num_warps=4, num_stages=3)
+
+
+def matrix_rows(rows: int, group: int) -> int:
+    """M: query tokens times query heads of a KV head, as the matrix units want it."""
+    return max(16, pl.next_power_of_2(rows * group))
+
+
+def tile_attention(
+    x: Float[Array, "T Hq D"],
+    partials: Partials | None,
+    tiles: Tiles,
+    positions: Int[Array, "T"],
+    page_table: Int[Array, "B P"],
+    k_slots: Float[Array, "num_slots Hkv D"],
+    v_slots: Float[Array, "num_slots Hkv D"],
+    *,
+    num_partials: int,
+    page_size: int,
+    scale: float,
+    config: Config,
+    interpret: bool = False,
+) -> tuple[Float[Array, "T Hq D"], Partials | None]:
+    """Runs the tiles of one list; the results take the place of x and of partials, in the same memory.
+
+    A list with cut tokens that gets no partials (it is the first) makes them, uninitialised.
+    """
+    _, num_heads, head_dim = x.shape
+    num_kv_heads = k_slots.shape[1]
+    kernel = functools.partial(
+        _kernel, num_partials=num_partials, page_size=page_size, scale=scale, block_kv=config.block_kv
+    )
+    out_shape = [jax.ShapeDtypeStruct(x.shape, x.dtype)]
+    aliases = {0: 0}
+    if partials is not None:
+        aliases |= {1: 1, 2: 2}
+    if partials is not None or tiles.partial is not None:
+        out_shape.append(jax.ShapeDtypeStruct((num_partials, num_heads, head_dim), jnp.float32))
+        out_shape.append(jax.ShapeDtypeStruct((num_partials, num_heads), jnp.float32))
+    earlier = [] if partials is None else [partials.value, partials.lse]
+    outputs = triton.launch(
+        kernel,
+        out_shape=out_shape,
+        grid=(tiles.token.shape[0], num_kv_heads),
+        aliases=aliases,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        interpret=interpret,
+        name=f"tile_attention_{tiles.token.shape[1]}",
+    )(x, earlier, vars(tiles), positions, page_table, k_slots, v_slots)
+    return outputs[0], Partials(*outputs[1:]) if len(outputs) > 1 else None
+
+
+def _kernel(
+    x_ref,  # [T, Hq, D]
+    earlier_refs,  # partials of earlier lists: the memory of partial_refs
+    tile,  # the fields of Tiles
+    positions_ref,  # [T]
+    page_table_ref,  # [B, P]
+    k_ref,  # [num_slots, Hkv, D]
+    v_ref,
+    *out_refs,  # [T, Hq, D], and where there are partials [C, Hq, D] and [C, Hq]; the first in the memory of x_ref
+    num_partials: int,
+    page_size: int,
+    scale: float,
+    block_kv: int,
+):
+    """One program for a (tile, KV head): M = R * G query rows, kept; the range, walked once in steps of block_kv.
+
+    Matrix row i is query token i // G under query head i % G of the KV head.
+    """
+    del earlier_refs
+    n, kv_head = pl.program_id(0), pl.program_id(1)
+    num_tokens, num_heads, head_dim = x_ref.shape
+    rows = tile["token"].shape[1]
+    group = num_heads // k_ref.shape[1]
+    start, end = tile["start"][n], tile["end"][n]
+    table_row = tile["row"][n]
+
+    index = lax.iota(jnp.int32, matrix_rows(rows, group))
+    member = jnp.minimum(index // group, rows - 1)
+    token = tile["token"][n, member]
+    real = (index < rows * group) & (token < num_tokens) & (start < end)
+    position = triton.load(positions_ref.at[token], mask=real, other=-1)
+    head = kv_head * group + index % group
+    lane = lax.iota(jnp.int32, max(16, pl.next_power_of_2(head_dim)))
+    q = _load_rows(x_ref, (token, head), lane, real)
+
+    def body(i, carry):
+        acc, peak, total = carry
+        kv_position = start + i * block_kv + lax.iota(jnp.int32, block_kv)
+        owned = jnp.minimum(kv_position, end - 1)  # past the end may be anybody's page, or NaN
+        page = page_table_ref[table_row, owned // page_size]
+        slot = page * page_size + owned % page_size
+        k = _load_rows(k_ref, (slot, kv_head), lane)
+        scores = triton.dot(q, k, trans_b=True) * (scale * math.log2(math.e))
+        visible = (kv_position[None, :] <= position[:, None]) & (kv_position < end)[None, :]
+        scores = jnp.where(visible, scores, MASKED)
+        new_peak = jnp.maximum(peak, scores.max(axis=1))
+        fade = jnp.exp2(peak - new_peak)
+        weights = jnp.exp2(scores - new_peak[:, None])
+        v = _load_rows(v_ref, (slot, kv_head), lane)
+        acc = acc * fade[:, None] + triton.dot(weights.astype(v.dtype), v)
+        return acc, new_peak, total * fade + weights.sum(axis=1)
+
+    blank = jnp.zeros(index.shape, jnp.float32)
+    carry = jnp.zeros(index.shape + lane.shape, jnp.float32), blank + MASKED, blank
+    acc, peak, total = lax.fori_loop(0, pl.cdiv(end - start, block_kv), body, carry)
+
+    seen = peak > MASKED / 2  # until a row sees a position its weights are exp2(0) of masked scores
+    total = jnp.where(seen, total, 1)
+    value = jnp.where(seen[:, None], acc / total[:, None], 0)
+
+    @pl.when(start < end)
+    def _():
+        token = tile["token"][n, member]  # once more: kept through the loop, these would spill registers
+        real = (index < rows * group) & (token < num_tokens)
+        if tile["partial"] is not None:
+            partial = tile["partial"][n, member]
+            cut = real & (partial < num_partials)
+            real &= partial >= num_partials
+            partial = jnp.where(cut, partial, num_partials)
+            _store_rows(out_refs[1], (partial, head), lane, value, cut)
+            lse = jnp.where(seen, peak + jnp.log2(total), -jnp.inf)
+            triton.store(out_refs[2].at[partial, head], lse, mask=cut)
+        _store_rows(out_refs[0], (jnp.where(real, token, num_tokens), head), lane, value, real)
+
+
+def _load_rows(ref, at, lane, mask=None):
+    """ref[*at, :] padded with zeros to the lanes; rows outside of the mask are zeros and are not read."""
+    if mask is None and lane.size == ref.shape[-1]:
+        return ref[*at, :]
+    at, mask = _spread(ref, at, lane, mask)
+    return triton.load(ref.at[at], mask=mask, other=0)
+
+
+def _store_rows(ref, at, lane, value, mask):
+    at, mask = _spread(ref, at, lane, mask)
+    triton.store(ref.at[at], value.astype(ref.dtype), mask=mask)
+
+
+def _spread(ref, at, lane, mask):
+    """Indices and mask of every element of the rows ref[*at, :]; the second index may be a scalar."""
+    first, second = at
+    shape = first.shape + lane.shape
+    at = first[:, None], second[:, None] if jnp.ndim(second) else second, lane[None, :]
+    inside = (lane < ref.shape[-1])[None, :]
+    inside = inside if mask is None else mask[:, None] & inside
+    return tuple(jnp.broadcast_to(i, shape) for i in at), jnp.broadcast_to(inside, shape)

@@ -1,0 +1,111 @@
+"""Times the host half alone, without a device: what the loop does in Python between two steps.
+
+Run it on an idle machine; writes benchmarks/results/host.json.
+"""
+
+import random
+import time
+from array import array
+
+from results import Figure, write_results
+
+from prefix_jax.prefix_cache import PrefixCache
+from prefix_jax.prefix_pool import PrefixPool
+from prefix_jax.request import Request, SamplingParams, Sequence
+from prefix_jax.scheduler import Scheduler, StepPlan
+from prefix_jax.step_batch import Batcher, make_buckets, tiling_for
+
+PAGE_SIZE = 16
+PROMPT_LEN = 8192
+NUM_PAGES = 40_000
+NUM_SEQS = 256
+CONTEXT_LEN = 1024
+TOKEN_BUDGET = 8192
+REPEATS = 60
+TILING = tiling_for("pallas", wide_rows=32)
+
+
+def random_tokens(rng: random.Random, length: int) -> array:
+    return array("i", rng.choices(range(32_000), k=length))
+
+
+def time_prompts() -> tuple[list[float], list[float]]:
+    """Milliseconds to open, grow and publish prompts that nobody has seen; then to open each again, all of it cached.
+
+    They begin alike for half a page, so that each open also looks for the longest head among the pages of the others.
+    """
+    rng = random.Random(0)
+    cache = PrefixCache(NUM_PAGES, PAGE_SIZE)
+    head = random_tokens(rng, PAGE_SIZE // 2)
+    cold, warm = [], []
+    for _ in range(REPEATS):
+        tokens = head + random_tokens(rng, PROMPT_LEN - len(head))
+        cache.step += 1
+        start = time.perf_counter()
+        table = cache.open(tokens)
+        assert cache.grow(table, PROMPT_LEN)
+        cache.publish(table, tokens, PROMPT_LEN, written=False)
+        cold.append(milliseconds_since(start))
+        cache.close(table)
+        cache.step += 1
+        start = time.perf_counter()
+        table = cache.open(tokens)
+        warm.append(milliseconds_since(start))
+        assert table.cached_len == PROMPT_LEN - 1
+        cache.close(table)
+    cache.check()
+    return cold, warm
+
+
+def time_decode_steps() -> list[float]:
+    """Milliseconds to plan and lay out a step in which each of 256 sequences decodes, with one step in flight.
+
+    They share a prefix and stand at different offsets in their pages, so that in each step some of them open a page.
+    """
+    rng = random.Random(1)
+    cache = PrefixCache(NUM_PAGES, PAGE_SIZE)
+    scheduler = Scheduler(cache, PrefixPool(cache, 0), max_num_seqs=NUM_SEQS, max_num_batched_tokens=TOKEN_BUDGET)
+    batcher = Batcher(make_buckets(NUM_SEQS, TOKEN_BUDGET, 8, TILING), NUM_SEQS, 2 * CONTEXT_LEN // PAGE_SIZE)
+    shared = random_tokens(rng, CONTEXT_LEN // 2)
+    for order in range(NUM_SEQS):
+        prompt = shared + random_tokens(rng, CONTEXT_LEN // 2 - order % PAGE_SIZE)
+        request = Request(str(order), tuple(prompt), SamplingParams(max_tokens=None), max_len=2 * CONTEXT_LEN)
+        scheduler.add(Sequence(request, order, seed=order))
+    spent, in_flight = [], StepPlan()
+    while len(spent) < REPEATS:
+        start = time.perf_counter()
+        plan = scheduler.schedule()
+        batcher.build(plan)
+        if len(plan.chunks) == plan.num_tokens == NUM_SEQS:
+            spent.append(milliseconds_since(start))
+        collect(scheduler, in_flight, rng)
+        in_flight = plan
+    return spent
+
+
+def collect(scheduler: Scheduler, plan: StepPlan, rng: random.Random) -> None:
+    """What the engine does with a finished step: a token for each sequence that yielded one."""
+    for chunk in plan.chunks:
+        if chunk.samples:
+            chunk.sequence.tokens.append(rng.randrange(32_000))
+            chunk.sequence.pending -= 1
+        scheduler.settle(chunk.sequence)
+
+
+def milliseconds_since(start: float) -> float:
+    return (time.perf_counter() - start) * 1e3
+
+
+def main() -> None:
+    cold, warm = time_prompts()
+    steps = time_decode_steps()
+    rows = [
+        Figure.median("open + publish of an 8,192-token prompt at page 16", cold, "ms", must=4.0),
+        Figure.median("open of the same prompt when all of it is cached", warm, "ms"),
+        Figure.median("schedule + tile plan + step batch for 256 decoding sequences", steps, "ms", must=2.0),
+    ]
+    write_results("host", rows)
+
+
+if __name__ == "__main__":
+    main()

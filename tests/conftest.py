@@ -1,0 +1,42 @@
+"""What every test gets: run-time checks of shapes and types, strict dtype promotion, the CPU, paths to real data."""
+
+import os
+from pathlib import Path
+
+import pytest
+from beartype import BeartypeConf, beartype
+from jaxtyping import install_import_hook
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARED_DATA = ROOT.parent / "shared" / "data"
+# Not request.py and llm.py: they judge what callers pass, and tests pass them nonsense on purpose.
+INNER_MODULES = {
+    f"prefix_jax.{path.stem}" for path in (ROOT / "prefix_jax").iterdir() if path.stem not in ("request", "llm")
+}
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax is first imported
+check_types = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int will do for a float
+install_import_hook([*INNER_MODULES, "pallas_kernels"], f"{__name__}.check_types")
+
+import jax  # noqa: E402
+
+from prefix_jax.default_model import default_model_path  # noqa: E402
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Folder of real models, tokenizers and traces that lies beside a development checkout."""
+    if not SHARED_DATA.is_dir():
+        pytest.skip(f"real data is not at hand: no folder {SHARED_DATA}")
+    return SHARED_DATA
+
+
+@pytest.fixture(scope="session")
+def default_model() -> Path:
+    """The GGUF file of SmolLM2-135M-Instruct."""
+    try:
+        return default_model_path()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))

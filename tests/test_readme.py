@@ -1,0 +1,15 @@
+"""The README's Python runs as it stands there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+README = Path(__file__).resolve().parents[1] / "README.md"
+BLOCKS = re.findall(r"^```python\n(.*?)^```", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", BLOCKS, ids=["generate", "own_jit"])
+def test_python_in_the_readme_runs(default_model, block):
+    exec(compile(block, str(README), "exec"), {})

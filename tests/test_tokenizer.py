@@ -1,0 +1,361 @@
+"""Tokenizers: special tokens, chat templates, whole characters, and texts that continue their prompts."""
+
+import gzip
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import CHAT_TEMPLATE, tiny_config, tiny_tokenizer, tiny_weights, write_checkpoint, write_tiny_model
+from tokenizers import AddedToken, decoders, models, processors
+
+from prefix_jax.tokenizer import IncrementalDecoder, Tokenizer, _byte_level_bpe
+
+REAL = ("llama2", "llama3", "mistral-v1", "mistral-v3", "qwen3", "baichuan-7b", "smollm2")
+REPLACEMENT = "\ufffd"
+TEXT = "Hello  world, 你好 👩‍👩‍👧‍👦 한국어 ก็ดี žluťoučký é\n\t12 345 "
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2024 + 17?"}]
+
+
+def real_backend(shared_data: Path, name: str) -> tokenizers.Tokenizer:
+    with gzip.open(shared_data / "tokenizers" / f"{name}.tokenizer.json.gz", "rt") as file:
+        return tokenizers.Tokenizer.from_str(file.read())
+
+
+def byte_fallback_backend(post_processor: bool = True) -> tokenizers.Tokenizer:
+    """SentencePiece-like: <s>, </s>, 256 byte tokens, some pieces; BOS in front, one space stripped at the start."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁Hello", "▁world", "a", "b"]
+    vocab = {piece: index for index, piece in enumerate(pieces)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in ("<s>", "</s>")])
+    if post_processor:
+        backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return backend
+
+
+def deltas(tokenizer: Tokenizer, prompt: list[int], output: list[int], **options) -> list[str]:
+    decoder = IncrementalDecoder(tokenizer, prompt, **options)
+    return [*(decoder.push(token_id) for token_id in output), decoder.flush()]
+
+
+def check_every_cut(tokenizer: Tokenizer, text: str) -> None:
+    """Prompt and output cut anywhere: the deltas are whole characters, together what decode() adds to the prompt."""
+    ids = tokenizer.encode(text)
+    prefixes = [tokenizer.decode(ids[:end]) for end in range(len(ids) + 1)]
+    for cut in range(len(ids) + 1):
+        before = max((prefix.rstrip(REPLACEMENT) for prefix in prefixes[: cut + 1]), key=len)
+        parts = deltas(tokenizer, ids[:cut], ids[cut:])
+        assert before + "".join(parts) == tokenizer.decode(ids)
+        assert REPLACEMENT not in "".join(parts)
+        parts = deltas(tokenizer, [], ids[:cut])
+        assert REPLACEMENT not in "".join(parts[:-1])
+        assert "".join(parts).rstrip(REPLACEMENT) == before
+
+
+def test_no_character_is_cut_at_any_point_of_a_byte_level_text():
+    """Per-token decoding turns halves of emoji and accents into U+FFFD: exo#1691, ferrox#124, dynamo#12630 (C57)."""
+    check_every_cut(Tokenizer(tiny_tokenizer()), TEXT)
+
+
+def test_no_character_is_cut_at_any_point_of_a_byte_fallback_text():
+    """C57: exo#1691, ferrox#124, dynamo#12630."""
+    tokenizer = Tokenizer(byte_fallback_backend(), bos_id=1)
+    check_every_cut(tokenizer, "a你b👩‍👩‍👧‍👦é")
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_no_character_is_cut_with_real_tokenizers(shared_data, name):
+    """C57: exo#1691, ferrox#124, dynamo#12630."""
+    check_every_cut(Tokenizer(real_backend(shared_data, name)), TEXT)
+
+
+def test_an_output_that_ends_inside_a_character_flushes_one_replacement():
+    """C57: max_tokens ends inside a character; bytes that are genuinely no text stay replacements."""
+    tokenizer = Tokenizer(tiny_tokenizer())
+    smile = tokenizer.encode("😀")
+    assert deltas(tokenizer, [], smile[:2]) == ["", "", REPLACEMENT]
+    assert "".join(deltas(tokenizer, [], smile[:2] + tokenizer.encode("x"))) == REPLACEMENT + "x"
+    assert "".join(deltas(tokenizer, [], smile[-1:] * 9)) == REPLACEMENT * 9
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(0, 271), max_size=12), st.lists(st.integers(0, 271), max_size=40))
+def test_any_byte_level_ids_continue_their_prompt(prompt, output):
+    """A decoder that raises in the middle of a batch: vllm#17448, vllm#24159 (C58)."""
+    tokenizer = Tokenizer(tiny_tokenizer())
+    before = tokenizer.decode(prompt).removesuffix(REPLACEMENT)  # the last may be a character the prompt began
+    assert before + "".join(deltas(tokenizer, prompt, output)) == tokenizer.decode(prompt + output)
+
+
+NO_ASCII_BYTES = st.sampled_from([0, 1, 2, *range(3 + 128, 264)])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(NO_ASCII_BYTES, max_size=12), st.lists(NO_ASCII_BYTES, max_size=40))
+def test_any_byte_fallback_ids_decode_without_an_exception(prompt, output):
+    """C58: vllm#17448, vllm#24159. Text outside broken runs of bytes is that of decode()."""
+    tokenizer = Tokenizer(byte_fallback_backend(), bos_id=1)
+    parts = "".join(deltas(tokenizer, prompt, output))
+    whole = tokenizer.decode(prompt + output)
+    if REPLACEMENT not in whole:
+        assert whole.endswith(parts)
+    kept = {"a", "b", "H", "w"}
+    assert [c for c in parts if c in kept] == [c for c in tokenizer.decode([1, 261, *output]) if c in kept][1:]
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_random_ids_over_a_real_vocabulary_never_raise(shared_data, name):
+    """C58: vllm#17448, vllm#24159."""
+    tokenizer, rng = Tokenizer(real_backend(shared_data, name)), random.Random(0)
+    decoder = IncrementalDecoder(tokenizer)
+    text = "".join(decoder.push(rng.randrange(tokenizer.vocab_size + 100)) for _ in range(5000)) + decoder.flush()
+    assert len(text) > 5000
+
+
+def test_the_leading_space_of_an_output_is_kept_and_none_is_added():
+    """The first piece's space is stripped, or chunks join without one: transformers#22710, vllm#29953 (C59)."""
+    tokenizer = Tokenizer(byte_fallback_backend(), bos_id=1)
+    space, hello, world, a = 259, 260, 261, 262
+    assert "".join(deltas(tokenizer, [1, hello], [world, a])) == " worlda"
+    assert "".join(deltas(tokenizer, [1], [hello, world])) == "Hello world"
+    assert "".join(deltas(tokenizer, [1, hello, space], [world])) == " world"
+    assert "".join(deltas(tokenizer, [1, hello] + [2] * 10, [world])) == " world"
+    assert "".join(deltas(tokenizer, [1, hello], [2] * 30 + [world])) == " world"
+
+
+def test_special_tokens_are_shown_when_asked():
+    tokenizer = Tokenizer(tiny_tokenizer())
+    ids = tokenizer.encode("a<|user|>b")
+    assert "".join(deltas(tokenizer, [], ids)) == tokenizer.decode(ids) == "ab"
+    assert "".join(deltas(tokenizer, [], ids, skip_special_tokens=False)) == "a<|user|>b"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "a<|user|>b"
+
+
+def test_ids_without_text_give_none():
+    """Ids between the tokenizer's and the model's vocabulary: mirage#751, pegainfer#676, vllm#340 (C70)."""
+    tokenizer = Tokenizer(tiny_tokenizer())
+    ids = [*tokenizer.encode("ab"), 299, *tokenizer.encode("c")]
+    assert tokenizer.decode(ids) == "".join(deltas(tokenizer, [], ids)) == "abc"
+
+
+@pytest.mark.parametrize("post_processor", [True, False])
+@pytest.mark.parametrize("add_bos", [True, False, None])
+def test_bos_stands_once_however_the_prompt_is_written(post_processor, add_bos):
+    """A template that emits BOS and a tokenizer that adds one: vllm#27486, vllm#15695, tpu-inference#936 (C60)."""
+    template = "{{ bos_token }}" + "{% for m in messages %}{{ m.content }}{% endfor %}"
+    backend, special_tokens = byte_fallback_backend(post_processor), {"bos_token": "<s>"}
+    tokenizer = Tokenizer(backend, special_tokens=special_tokens, chat_template=template, add_bos=add_bos)
+    messages = [{"role": "user", "content": "ab"}]
+    assert tokenizer.bos_id == 1
+    assert tokenizer.encode_chat(messages) == [1, 262, 263]
+    assert tokenizer.encode(tokenizer.render_chat(messages)) == [1, 262, 263]
+    adds = post_processor if add_bos is None else add_bos
+    assert tokenizer.encode("ab") == ([1] if adds else []) + [262, 263]
+    assert tokenizer.encode("") == ([1] if adds else [])
+    assert tokenizer.encode("<s><s>a") == [1, 1, 262]  # two that were written are two
+
+
+def test_a_tokenizer_that_adds_eos_adds_bos_once():
+    """C60: vllm#27486."""
+    backend = byte_fallback_backend()
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    tokenizer = Tokenizer(backend, special_tokens={"bos_token": "<s>", "eos_token": "</s>"})
+    assert tokenizer.encode("a") == tokenizer.encode("<s>a") == [1, 262, 2]
+
+
+def rewrite(path: Path, **changes) -> None:
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | changes))
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "eos_token", "want"),
+    [
+        (5, [6, 7], "<|end|>", {0, 5, 6, 7}),
+        ([5, 6], 7, None, {5, 6, 7}),
+        (None, None, "<|user|>", {1}),
+        (None, None, None, set()),
+        (3, None, {"content": "<|system|>", "special": True}, {3}),
+    ],
+)
+def test_all_places_that_state_an_eos_count(tmp_path, config, generation, eos_token, want):
+    """One EOS id replacing another lets generation run on: vllm#4180, vllm#4182, mlx-vlm#2112 (C62)."""
+    folder = write_tiny_model(tmp_path, num_layers=1)
+    rewrite(folder / "config.json", eos_token_id=config)
+    rewrite(folder / "generation_config.json", eos_token_id=generation)
+    rewrite(folder / "tokenizer_config.json", eos_token=eos_token)
+    assert Tokenizer.load(folder).eos_ids == want
+
+
+def test_a_folder_gives_its_chat_template_from_any_of_its_places(tmp_path):
+    folder = write_tiny_model(tmp_path, num_layers=1)
+    tokenizer = Tokenizer.load(folder)
+    want = "<|system|>Be brief.<|end|><|user|>What is 2024 + 17?<|end|>"
+    assert tokenizer.render_chat(CHAT) == want + "<|assistant|>"
+    assert tokenizer.render_chat(CHAT, add_generation_prompt=False) == want
+    assert tokenizer.encode_chat(CHAT) == tokenizer.encode(want + "<|assistant|>")
+    named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": CHAT_TEMPLATE}]
+    rewrite(folder / "tokenizer_config.json", chat_template=named)
+    assert Tokenizer.load(folder).chat_template == CHAT_TEMPLATE
+    (folder / "chat_template.jinja").write_text("from the file")
+    assert Tokenizer.load(folder).render_chat(CHAT) == "from the file"
+    rewrite(folder / "tokenizer_config.json", chat_template=None)
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(ValueError, match="no chat template"):
+        Tokenizer.load(folder).render_chat(CHAT)
+
+
+def test_templates_render_as_transformers_renders_them():
+    template = (
+        "{% for m in messages %}\n"
+        "    {% if loop.index0 > 0 %}{% break %}{% endif %}\n"
+        "    {% generation %}{{ m | tojson }}{% endgeneration %}\n"
+        "{% endfor %}\n"
+        "{{ strftime_now('%Y') | length }}"
+    )
+    tokenizer = Tokenizer(tiny_tokenizer(), chat_template=template)
+    text = tokenizer.render_chat([{"role": "user", "content": "é<'"}, {"role": "user", "content": "no"}])
+    assert text == """{"role": "user", "content": "é<'"}4"""
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ raise_exception('no system role') }}", "{{ ''.__class__.__mro__ }}", "{% if %}", "{{ 1 + 'a' }}"]
+)
+def test_a_template_that_refuses_or_attacks_raises_a_value_error(template):
+    with pytest.raises(ValueError, match="the chat template refused the messages"):
+        Tokenizer(tiny_tokenizer(), chat_template=template).render_chat(CHAT)
+
+
+def test_a_tokenizer_that_does_not_fit_the_model_is_refused():
+    """Ids past the embedding, silently wrong stops: trl#3425, vllm#9634, vllm#22471 (C79)."""
+    backend = tiny_tokenizer()
+    Tokenizer(backend).check_fits(272)
+    backend.add_tokens(["<extra1>", "<extra2>", "<extra3>", "<extra4>", "<extra5>"])
+    tokenizer = Tokenizer(backend)
+    assert tokenizer.vocab_size == 277
+    tokenizer.check_fits(277)
+    with pytest.raises(ValueError, match=r"its highest id is 276, the model embeds 272 ids \(0 to 271\)"):
+        tokenizer.check_fits(272)
+    with pytest.raises(ValueError, match="its highest id is 999"):
+        Tokenizer(tiny_tokenizer(), eos_ids=[999]).check_fits(272)
+
+
+def test_added_tokens_of_the_config_are_added(tmp_path):
+    """Added tokens that are missing make another tokenizer of it: trl#3425 (C79)."""
+    folder = write_tiny_model(tmp_path, num_layers=1)
+    rewrite(folder / "tokenizer_config.json", added_tokens_decoder={"272": {"content": "<new>", "special": True}})
+    assert Tokenizer.load(folder).encode("a<new>")[-1] == 272
+    rewrite(folder / "tokenizer_config.json", added_tokens_decoder={"280": {"content": "<new>", "special": True}})
+    with pytest.raises(ValueError, match=r"'<new>' has id 272, tokenizer_config\.json says 280"):
+        Tokenizer.load(folder)
+
+
+def test_folders_without_a_readable_tokenizer_say_what_to_do(tmp_path):
+    with pytest.raises(ValueError, match=r"no tokenizer\.json in"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.model").write_bytes(b"sentencepiece")
+    with pytest.raises(ValueError, match=r"no tokenizer\.json; convert it once .*save_pretrained"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match=r"tokenizer\.json is not a readable"):
+        Tokenizer.load(tmp_path)
+    write_tiny_model(tmp_path, num_layers=1)
+    rewrite(tmp_path / "tokenizer_config.json", eos_token="<nowhere>")
+    with pytest.raises(ValueError, match="eos_token '<nowhere>' is not in the vocabulary"):
+        Tokenizer.load(tmp_path)
+
+
+def test_the_real_tiny_model_has_one_bos(shared_data):
+    """C60: vllm#27486."""
+    tokenizer = Tokenizer.load(shared_data / "models" / "stories260K-hf")
+    assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.vocab_size) == (1, {2}, 512)
+    ids = tokenizer.encode("Once upon a time")
+    assert ids.count(1) == 1
+    assert tokenizer.encode("<s>Once upon a time") == ids
+    assert tokenizer.decode(ids) == "Once upon a time"
+
+
+def write_gguf_tokenizer(path: Path, backend: tokenizers.Tokenizer, model: str = "gpt2", pre: str = "smollm") -> Path:
+    content = json.loads(backend.to_str())["model"]
+    tokens = sorted(content["vocab"], key=content["vocab"].get)
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model(model)
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    added = json.loads(backend.to_str())["added_tokens"]
+    special = {token["content"] for token in added if token["special"]}
+    writer.add_token_types([3 if token in special else 1 for token in tokens])
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in content["merges"]]
+    writer.add_token_merges(merges)
+    writer.add_eos_token_id(0)
+    writer.add_eot_token_id(1)
+    writer.add_chat_template(CHAT_TEMPLATE)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_a_tokenizer_in_a_gguf_file_encodes_like_its_tokenizer_json(tmp_path):
+    own = Tokenizer(tiny_tokenizer())
+    for pre in ("default", "gpt-2"):
+        tokenizer = Tokenizer.load(write_gguf_tokenizer(tmp_path / "model.gguf", tiny_tokenizer(), pre=pre))
+        assert tokenizer.encode(TEXT + "<|user|>") == own.encode(TEXT + "<|user|>")
+        assert tokenizer.eos_ids == {0, 1}
+    assert tokenizer.render_chat(CHAT).endswith("<|end|><|assistant|>")
+    assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+
+
+@pytest.mark.parametrize(("name", "pre"), [("smollm2", "smollm"), ("llama3", "llama-bpe"), ("qwen3", "qwen2")])
+def test_gguf_pre_tokenizers_encode_like_the_real_ones(shared_data, name, pre):
+    """Digits one by one, or in threes, before byte-level BPE."""
+    backend = real_backend(shared_data, name)
+    content = json.loads(backend.to_str())["model"]
+    tokens = sorted(content["vocab"], key=content["vocab"].get)
+    merges = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in content["merges"]]
+    rebuilt = _byte_level_bpe(tokens, merges, pre)
+    for text in (TEXT, "a 12345  67,8\n\n x", "I'll WE'VE don't", "e\u0301té   "):
+        assert rebuilt.encode(text).ids == backend.encode(text, add_special_tokens=False).ids
+
+
+def test_other_gguf_tokenizers_are_refused_by_name(tmp_path):
+    path = write_gguf_tokenizer(tmp_path / "model.gguf", tiny_tokenizer(), pre="tekken")
+    with pytest.raises(ValueError, match="unknown GGUF pre-tokenizer 'tekken'; known: default, gpt-2, llama-bpe"):
+        Tokenizer.load(path)
+    path = write_gguf_tokenizer(tmp_path / "model.gguf", tiny_tokenizer(), model="llama")
+    with pytest.raises(ValueError, match="unknown GGUF tokenizer 'llama'; known: gpt2"):
+        Tokenizer.load(path)
+
+
+@pytest.mark.slow
+def test_the_default_models_tokenizer_is_that_of_its_tokenizer_json(default_model, shared_data):
+    tokenizer, backend = Tokenizer.load(default_model), real_backend(shared_data, "smollm2")
+    chat = tokenizer.render_chat(CHAT)
+    for text in (TEXT, chat, "def f(x):\n    return x ** 2  # 1234567890"):
+        assert tokenizer.encode(text) == backend.encode(text).ids
+    assert tokenizer.encode_chat(CHAT) == tokenizer.encode(chat)
+    assert chat.startswith("<|im_start|>system\nBe brief.<|im_end|>\n")
+    assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.vocab_size) == (1, {2}, 49152)
+
+
+def test_the_tokenizer_needs_no_jax(tmp_path):
+    folder = write_checkpoint(tmp_path, tiny_config(num_layers=1), tiny_weights(tiny_config(num_layers=1)))
+    script = (
+        "import sys, importlib.util as u; s = u.spec_from_file_location('t', sys.argv[1]); "
+        "sys.modules['prefix_jax'] = p = type(sys)('prefix_jax'); p.__path__ = [sys.argv[1].rpartition('/')[0]]; "
+        "t = u.module_from_spec(s); s.loader.exec_module(t); t.Tokenizer.load(sys.argv[2]); "
+        "assert 'jax' not in sys.modules"
+    )
+    source = Path(__file__).parents[1] / "prefix_jax" / "tokenizer.py"
+    subprocess.run([sys.executable, "-c", script, str(source), str(folder)], check=True)

@@ -1,0 +1,317 @@
+"""Checkpoints: every tensor used and every parameter filled, or an error that names the file and the tensor."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import gguf
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from oracle import OracleLlama
+from plain_forward import plain_logits
+from safetensors.numpy import load_file, save_file
+from tiny_models import tiny_config, tiny_weights, write_checkpoint, write_tiny_model
+
+from prefix_jax.models.llama import Llama, LlamaConfig, rope_frequencies
+from prefix_jax.weights import CheckpointError, checkpoint_dtype, load_model, read_config
+
+IDS = np.random.default_rng(1).integers(4, 272, 20).tolist()
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def load(path, dtype=jnp.float32) -> Llama:
+    return load_model(path, read_config(path), dtype=dtype)
+
+
+def leaves_equal(one: Llama, other: Llama) -> bool:
+    pairs = zip(jax.tree.leaves(nnx.state(one)), jax.tree.leaves(nnx.state(other)), strict=True)
+    return all(np.array_equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+@pytest.mark.parametrize("has_head", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+def test_tied_and_untied_heads_with_and_without_their_tensor(tmp_path, tied, has_head, num_shards):
+    """A tied config with a head in the file, and an untied one without: vllm#6758, vllm#53019, sglang#1508 (C68)."""
+    config = tiny_config(tied=tied, num_layers=1)
+    weights = tiny_weights(config)
+    if has_head:
+        weights[HEAD] = weights[EMBED].copy() if tied else weights[HEAD]
+    else:
+        weights.pop(HEAD, None)
+    folder = write_checkpoint(tmp_path, config, weights, num_shards)
+    if not tied and not has_head:
+        with pytest.raises(CheckpointError, match=f"{HEAD} is missing"):
+            load(folder)
+        return
+    want = OracleLlama(config, weights, np.float32).logits(IDS)
+    np.testing.assert_allclose(plain_logits(load(folder), IDS), want, atol=1e-3, rtol=0)
+
+
+def test_a_tied_checkpoint_whose_head_differs_is_refused(tmp_path):
+    """C68 (sglang#2009): dropping a head that was trained apart would be a silent wrong answer."""
+    config = tiny_config(tied=True, num_layers=1)
+    weights = tiny_weights(config)
+    folder = write_checkpoint(tmp_path, config, weights | {HEAD: weights[EMBED] + 1})
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors: {HEAD} is not used"):
+        load(folder)
+
+
+def test_every_tensor_must_be_used_and_every_parameter_filled(tmp_path):
+    config = tiny_config(num_layers=1)
+    weights = tiny_weights(config)
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)  # redundant: allowed
+    load(write_checkpoint(tmp_path, config, weights))
+    weights["model.layers.0.self_attn.q_proj.bias"] = np.ones(64, np.float32)
+    weights["model.norm.weight"] = np.ones(33, np.float32)
+    del weights["model.layers.0.mlp.up_proj.weight"]
+    write_checkpoint(tmp_path, config, weights)
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path)
+    message = str(caught.value)
+    assert "model.layers.0.mlp.up_proj.weight is missing" in message
+    assert "model.layers.0.self_attn.q_proj.bias is not used by this model" in message
+    assert "model.norm.weight has shape (33,), the config wants (32,)" in message
+    assert "inv_freq" not in message
+    assert message.count("model.safetensors") == 2
+
+
+def test_a_config_with_more_layers_than_the_file_is_refused(tmp_path):
+    folder = write_tiny_model(tmp_path, num_layers=1)
+    (folder / "config.json").write_text(json.dumps(tiny_config(num_layers=2)))
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.input_layernorm\.weight is missing"):
+        load(folder)
+
+
+SHARD = "model-00002-of-00003.safetensors"
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    """A partial download must not load as random weights: sglang#32279, mlx-vlm#1827 (C69)."""
+    folder = write_tiny_model(tmp_path, num_shards=3)
+    load(folder)
+    (folder / SHARD).rename(folder / "renamed.safetensors")
+    with pytest.raises(CheckpointError, match=f"{SHARD} is missing"):
+        load(folder)
+
+
+@pytest.mark.parametrize("keep", [0, 5, 200, -1])
+def test_a_truncated_shard_is_named(tmp_path, keep):
+    """C69: sglang#32279, mlx-vlm#1827."""
+    folder = write_tiny_model(tmp_path, num_shards=3)
+    content = (folder / SHARD).read_bytes()
+    (folder / SHARD).write_bytes(content[:keep])
+    with pytest.raises(CheckpointError, match=f"{SHARD} is damaged or cut short"):
+        load(folder)
+
+
+def test_an_index_that_points_at_the_wrong_file_is_named(tmp_path):
+    """C69: sglang#32279."""
+    folder = write_tiny_model(tmp_path, num_shards=3)
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"][EMBED] = SHARD if index["weight_map"][EMBED] != SHARD else SHARD.replace("2-", "1-")
+    path.write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=f"their files lack: {EMBED} in .*{index['weight_map'][EMBED]}"):
+        load(folder)
+
+
+def test_folders_without_a_checkpoint_say_what_is_missing(tmp_path):
+    """C69: an empty folder, shards without their index, an index beside a single file."""
+    with pytest.raises(CheckpointError, match=r"config\.json is missing"):
+        read_config(tmp_path)
+    with pytest.raises(CheckpointError, match="nowhere does not exist"):
+        read_config(tmp_path / "nowhere")
+    folder = write_tiny_model(tmp_path, num_shards=2)
+    (folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(CheckpointError, match=r"with an index.*found: model-00001-of-00002\.safetensors, "):
+        load(folder)
+    single = write_tiny_model(tmp_path / "single")
+    names = dict.fromkeys(load_file(single / "model.safetensors"), "model-00001-of-00001.safetensors")
+    (single / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(CheckpointError, match=r"model-00001-of-00001\.safetensors is missing"):
+        load(single)
+    with pytest.raises(ValueError, match="unknown load_format 'orbax'; known: auto, safetensors, gguf, dummy"):
+        read_config(folder, "orbax")
+
+
+@pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16, np.float32])
+@pytest.mark.parametrize("wanted", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_stored_dtypes_are_converted_once(tmp_path, stored, wanted):
+    """bf16 run as fp16, dtype ignored: G.O.D#1231, vllm#7561 (C76)."""
+    config = tiny_config(num_layers=1)
+    weights = {name: tensor.astype(stored) for name, tensor in tiny_weights(config).items()}
+    model = load(write_checkpoint(tmp_path, config, weights), wanted)
+    assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model))} == {jnp.dtype(wanted)}
+    np.testing.assert_array_equal(model.embed[...], weights[EMBED].astype(wanted))
+    down = weights["model.layers.0.mlp.down_proj.weight"]
+    np.testing.assert_array_equal(model.layers[0].down[...], down.T.astype(wanted))
+
+
+def test_auto_dtype_is_the_checkpoints(tmp_path):
+    """C76: G.O.D#1231, vllm#7561."""
+    config = tiny_config(num_layers=1)
+    weights = {name: tensor.astype(ml_dtypes.bfloat16) for name, tensor in tiny_weights(config).items()}
+    for changes, want in (({"torch_dtype": "float16"}, "float16"), ({"dtype": "float32"}, "float32")):
+        stated = {key: value for key, value in config.items() if key != "torch_dtype"} | changes
+        assert checkpoint_dtype(write_checkpoint(tmp_path, stated, weights)) == want
+        assert checkpoint_dtype(stated) == want
+    del config["torch_dtype"]
+    assert checkpoint_dtype(write_checkpoint(tmp_path, config, weights)) == "bfloat16"
+    with pytest.raises(ValueError, match="unknown dtype 'float8_e4m3fn'; known: float32, bfloat16, float16"):
+        checkpoint_dtype(config | {"dtype": "float8_e4m3fn"})
+
+
+@pytest.mark.parametrize("stored", [ml_dtypes.float8_e4m3fn, np.int8])
+def test_tensors_that_need_a_scale_are_refused(tmp_path, stored):
+    """fp8 without its scale is noise at normal speed: vllm#48231 (C76)."""
+    config = tiny_config(num_layers=1)
+    weights = tiny_weights(config)
+    weights["model.norm.weight"] = weights["model.norm.weight"].astype(stored)
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight: unknown dtype .*; known: BF16, F16, F32, F64"):
+        load(write_checkpoint(tmp_path, config, weights))
+
+
+def test_dummy_weights_need_only_a_config(tmp_path):
+    values = tiny_config(num_layers=2)
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    models = []
+    for source in (values, LlamaConfig.from_hf(values), tmp_path, tmp_path / "config.json"):
+        config = read_config(source, "dummy")
+        models.append(load_model(source, config, dtype=jnp.bfloat16, load_format="dummy", seed=3))
+        assert leaves_equal(models[0], models[-1])
+        assert models[-1].embed[...].dtype == jnp.bfloat16
+    assert np.std(np.asarray(models[0].embed[...], np.float32)) == pytest.approx(0.02, rel=0.05)
+    assert not np.array_equal(models[0].layers[0].qkv[...], models[0].layers[1].qkv[...])
+    for source in (values, tmp_path / "config.json"):
+        with pytest.raises(ValueError, match='load_format="dummy"'):
+            load_model(source, config, dtype=jnp.bfloat16)
+
+
+LLAMA3_DIVISORS = np.linspace(1, 8, 16).astype(np.float32)
+
+
+def write_gguf(path: Path, config: dict, weights: dict, *, quantization=None, divisors=None, architecture="llama"):
+    """The checkpoint as llama.cpp's converter writes it."""
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    for name, weight in weights.items():
+        if name.endswith(("q_proj.weight", "k_proj.weight")):  # halves to neighbours
+            weight = (
+                weight.reshape(-1, 2, config["head_dim"] // 2, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+            )
+        stored = names.get_name(name, try_suffixes=(".weight",))
+        if quantization is None or weight.ndim == 1:
+            writer.add_tensor(stored, np.ascontiguousarray(weight))
+        else:
+            writer.add_tensor(stored, gguf.quantize(weight, quantization), raw_dtype=quantization)
+    if divisors is not None:
+        writer.add_tensor("rope_freqs.weight", divisors)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_gguf_file_gives_the_same_model_as_its_folder(tmp_path, tied):
+    """The RoPE rows are permuted back exactly once: transformers#25199, gpt-fast#190 (C73)."""
+    config = tiny_config(tied=tied, group=3, head_dim=32)
+    weights = tiny_weights(config)
+    folder = write_checkpoint(tmp_path / "hf", config, weights)
+    path = write_gguf(tmp_path / "model.gguf", config, weights)
+    assert leaves_equal(load(folder), load(path))
+    assert leaves_equal(load(folder), load(tmp_path))  # the folder that holds it
+    assert checkpoint_dtype(path) == "bfloat16"
+    want = OracleLlama(config, weights).logits(IDS)
+    np.testing.assert_allclose(OracleLlama.from_gguf(path).logits(IDS), want, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q8_0", "BF16"])
+def test_quantised_gguf_tensors_are_dequantised(tmp_path, kind):
+    config = tiny_config(hidden_size=64, num_layers=1)
+    quantization = gguf.GGMLQuantizationType[kind]
+    path = write_gguf(tmp_path / "model.gguf", config, tiny_weights(config), quantization=quantization)
+    want = OracleLlama.from_gguf(path, np.float32).logits(IDS)
+    np.testing.assert_allclose(plain_logits(load(path), IDS), want, atol=1e-3, rtol=0)
+
+
+def test_rope_divisors_of_a_gguf_file_are_applied(tmp_path):
+    """Scaling stored as rope_freqs.weight is a scaling too: mlx-vlm#1710 (C66)."""
+    config = tiny_config(head_dim=32, num_layers=1)
+    path = write_gguf(tmp_path / "model.gguf", config, tiny_weights(config), divisors=LLAMA3_DIVISORS)
+    plain = rope_frequencies(LlamaConfig.from_hf(config))
+    np.testing.assert_allclose(rope_frequencies(read_config(path)), plain / LLAMA3_DIVISORS, rtol=1e-6)
+    load(path)
+
+
+def test_bad_gguf_files_are_refused_by_name(tmp_path):
+    """C69 for GGUF: another architecture, a cut file, a file of something else."""
+    config = tiny_config(num_layers=1)
+    path = write_gguf(tmp_path / "other.gguf", config, tiny_weights(config), architecture="gemma2")
+    with pytest.raises(CheckpointError, match="unknown GGUF architecture 'gemma2'; known: llama"):
+        read_config(path)
+    with pytest.raises(CheckpointError, match=r"want one GGUF file in .*, got 0"):
+        read_config(tmp_path / "..", "gguf")
+    path = write_gguf(tmp_path / "model.gguf", config, tiny_weights(config))
+    content = path.read_bytes()
+    for keep, message in (
+        (len(content) // 2, "is cut short"),
+        (100, "cut short in its header"),
+        (3, "is not a little"),
+    ):
+        path.write_bytes(content[:keep])
+        with pytest.raises(CheckpointError, match=f"model.gguf.* {message}"):
+            load(path)
+
+
+PEAK_SCRIPT = """
+import resource, sys
+import jax, jax.numpy as jnp
+from prefix_jax.weights import load_model, read_config
+warm, folder = sys.argv[1:]
+load_model(warm, read_config(warm), dtype=jnp.bfloat16)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+model = load_model(folder, read_config(folder), dtype=jnp.bfloat16)
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+held = sum(leaf.nbytes for leaf in jax.tree.leaves(__import__("flax").nnx.state(model)))
+print((after - before) * 1024 - held)
+"""
+
+
+def test_the_host_holds_less_than_the_largest_shard_and_a_third(tmp_path):
+    """On the CPU the model itself is host memory too, so it is taken off the peak."""
+    config = tiny_config(num_layers=24, hidden_size=512, vocab_size=1000, head_dim=64, group=4)
+    folder = write_checkpoint(tmp_path / "big", config, tiny_weights(config), num_shards=2)
+    warm = write_tiny_model(tmp_path / "warm", num_layers=1)
+    command = [sys.executable, "-c", PEAK_SCRIPT, str(warm), str(folder)]
+    root = Path(__file__).parents[1]
+    printed = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
+    largest = max(path.stat().st_size for path in folder.glob("*.safetensors"))
+    assert largest > 60e6
+    assert int(printed.split()[-1]) < 1.3 * largest
+
+
+def test_a_bf16_checkpoint_written_by_others_loads(tmp_path):
+    """Only the tensors count: metadata and order of the file do not."""
+    config = tiny_config(num_layers=1)
+    weights = {name: tensor.astype(ml_dtypes.bfloat16) for name, tensor in reversed(tiny_weights(config).items())}
+    folder = write_checkpoint(tmp_path, config, weights)
+    first = load(folder)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert leaves_equal(first, load(folder))
