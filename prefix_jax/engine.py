@@ -157,6 +157,9 @@ class Engine:
             self.in_flight, self.recovering = launched, False
         except (RuntimeError, MemoryError) as error:  # XLA's errors are RuntimeErrors
             self._recover(error)
+        except BaseException:  # an interrupt: pages may be published that no step is going to write
+            self._start_over()
+            raise
         if self.config.check:
             self.cache.check()
         return [self._output(sequence) for sequence in self._take_finished()]
@@ -249,8 +252,10 @@ class Engine:
             return (sequence.text or "") + decoder.flush()
         if self.tokenizer is None:
             return ""
-        decoder = self._decoder(sequence)
-        return "".join(map(decoder.push, sequence.output_token_ids)) + decoder.flush()
+        decoder, token_ids = self._decoder(sequence), sequence.output_token_ids
+        if sequence.finish_reason == "stop":
+            token_ids.pop()  # the token that ended it is no text
+        return "".join(map(decoder.push, token_ids)) + decoder.flush()
 
     def _decoder(self, sequence: Sequence) -> IncrementalDecoder:
         request = sequence.request
@@ -259,19 +264,24 @@ class Engine:
     def _recover(self, error: Exception) -> None:
         """The device failed and may have lost the store, which was donated: a fresh one, an empty cache, and every
         unfinished sequence resumes by recompute with the tokens it has. A second failure in a row is raised."""
-        if self.recovering:
-            raise error
-        log.warning("a step failed, its sequences start over from their tokens: %s", error)
-        self.recovering = True
+        again, self.recovering = self.recovering, True
         try:
             self._collect()  # what the step before computed is not lost
         except RuntimeError:
-            self.in_flight = None
-        finished = self.scheduler.finished
+            pass
+        self._start_over()
+        if again:
+            raise error
+        log.warning("a step failed, its sequences start over from their tokens: %s", error)
+
+    def _start_over(self) -> None:
+        """A fresh device and an empty cache; unfinished sequences wait again with the tokens they have."""
+        self.in_flight = None
+        finished, counts = self.scheduler.finished, self.scheduler.counts
         self.runner.reset()
         self.batcher.forget_rows()
         self._make_host_half()
-        self.scheduler.finished = finished
+        self.scheduler.finished, self.scheduler.counts = finished, counts
         for sequence in self.sequences.values():
             if sequence.finish_reason is None:
                 sequence.reset()

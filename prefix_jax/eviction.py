@@ -21,7 +21,8 @@ POLICIES: dict[str, Policy] = {"lru": lru}
 
 
 class EvictionQueue:
-    """Unread, unpinned leaves in the policy's order. `push` a node whenever it becomes one; stale entries are skipped."""
+    """Unread, unpinned leaves in the policy's order. `push` a node whenever it becomes one; stale entries are
+    skipped."""
 
     def __init__(self, policy: Policy):
         self.policy = policy

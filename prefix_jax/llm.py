@@ -6,7 +6,7 @@ import itertools
 import logging
 import os
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from numbers import Integral
 from typing import Any, Literal
@@ -127,6 +127,11 @@ class LLM:
         nothing was declared for them, or it has lapsed."""
         return self.engine.prefixes.delete(array("i", tokens), cache_salt)
 
+    def reset_prefix_cache(self) -> None:
+        """Forgets all declared prefixes and every cached page that no running request reads."""
+        self.engine.prefixes.clear()
+        self.engine.cache.clear()
+
     # ------------------------------------------------------------------------------------------------------------------
 
     def _run(self, requests: list[Request]):
@@ -156,9 +161,11 @@ class LLM:
         requests: dict[int, Request] = {}
         errors: dict[int, str] = {}
         ids: set[str] = set()
+        given = {str(prompt.get("request_id")) for prompt in prompts if isinstance(prompt, Mapping)}
+        fresh_ids = (request_id for request_id in map(str, self._request_ids) if request_id not in given)
         for index, (prompt, sampling, position) in enumerate(zip(prompts, params, positions, strict=True)):
             try:
-                request = self._make_request(prompt, sampling, position)
+                request = self._make_request(prompt, sampling, position, fresh_ids)
                 if request.request_id in ids or request.request_id in self.engine.sequences:
                     raise ValueError(f"request_id {request.request_id!r} is taken")
                 ids.add(request.request_id)
@@ -167,7 +174,9 @@ class LLM:
                 errors[index] = str(error)
         return requests, errors
 
-    def _make_request(self, prompt: Prompt, sampling: SamplingParams, prefix_pos: int | None) -> Request:
+    def _make_request(
+        self, prompt: Prompt, sampling: SamplingParams, prefix_pos: int | None, fresh_ids: Iterator[str]
+    ) -> Request:
         text, token_ids, options = self._read_prompt(prompt)
         vocab, longest = self.model_config.vocab_size, self.engine.max_model_len
         if not token_ids:
@@ -180,16 +189,18 @@ class LLM:
             raise ValueError(f"stop_token_ids must be in [0, {vocab}), got {bad[:3]}")
         if sampling.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this model was loaded without one")
+        if not isinstance(salt := options.get("cache_salt"), str | None):
+            raise TypeError(f"cache_salt must be a string, got {salt!r}")
         self.engine.scheduler.check_fits(len(token_ids))
         max_len = longest if sampling.max_tokens is None else min(len(token_ids) + sampling.max_tokens, longest)
         return Request(
-            request_id=str(options.get("request_id") or next(self._request_ids)),
+            request_id=str(options.get("request_id") or next(fresh_ids)),
             prompt_token_ids=tuple(token_ids),
             sampling=sampling,
             max_len=max_len,
             prompt=text,
             prefix_pos=self._clamp_prefix_pos(prefix_pos, len(token_ids)),
-            cache_salt=options.get("cache_salt"),
+            cache_salt=salt,
         )
 
     def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], Mapping[str, Any]]:

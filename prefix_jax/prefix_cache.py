@@ -1,9 +1,9 @@
 """Which tokens live in which pages: the owner of the page pool and the prefix trie.
 
-Every page is in exactly one state: free (in the pool), private (in one page table, may be written) or published (one trie
-node, full, its bytes never change until it is evicted). A page table is a run of published pages, then private ones. A
-node's parent has at least as many readers and pins as the node itself, so an idle node has only idle descendants, and
-evicting leaves first reaches all of them.
+Every page is in exactly one state: free (in the pool), private (in one page table, may be written) or published (one
+trie node, full, its bytes never change until it is evicted). A page table is a run of published pages, then private
+ones. A node's parent has at least as many readers and pins as the node itself, so an idle node has only idle
+descendants, and evicting leaves first reaches all of them.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class PrefixCache:
         return table
 
     def grow(self, table: PageTable, length: int, *, force: bool = False) -> bool:
-        """Extends the table to hold `length` positions, evicting what nobody reads. False, and nothing changed, if there
-        are not enough pages. `force` takes unread pinned pages too, the oldest first."""
+        """Extends the table to hold `length` positions, evicting what nobody reads. False, and nothing changed, if
+        there are not enough pages. `force` takes unread pinned pages too, the oldest first."""
         missing = -(-length // self.page_size) - len(table.pages)
         if missing <= 0:
             return True
@@ -103,7 +103,9 @@ class PrefixCache:
         while len(self.pool) < missing:
             self._evict(self.queue.pop() or self._oldest_pinned_leaf())
         if lost := self.num_pinned_evicted - pinned_before:
-            log.warning("evicted %d pages of declared prefixes: a sequence alone needs more than the rest of the pool", lost)
+            log.warning(
+                "evicted %d pages of declared prefixes: a sequence alone needs more than the rest of the pool", lost
+            )
         first = len(table.pages)
         table.pages += self.pool.take(missing)
         table.changed += range(first, len(table.pages))
@@ -124,9 +126,9 @@ class PrefixCache:
         return computed_len
 
     def publish(self, table: PageTable, tokens: array, end: int, *, written: bool) -> int:
-        """Puts the table's full pages before position `end` into the trie; returns how many. Where the trie already has a
-        page of the same content, that page is taken and the own one freed, but only if the step that writes it has been
-        dispatched (`written`): a published page is never written again."""
+        """Puts the table's full pages before position `end` into the trie; returns how many. Where the trie already has
+        a page of the same content, that page is taken and the own one freed, but only if the step that writes it has
+        been dispatched (`written`): a published page is never written again."""
         if not table.publishes:
             return 0
         published = 0
@@ -163,6 +165,11 @@ class PrefixCache:
         table.root.readers -= 1
         self.trie.drop_unused(table.root)
         self.tables.remove(table)
+
+    def clear(self) -> None:
+        """Forgets every page that nobody reads, pinned ones too."""
+        while node := self.queue.pop() or self._oldest_pinned_leaf():
+            self._evict(node)
 
     # Pins ----------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,8 @@ from prefix_jax.prefix_trie import Node
 
 @dataclass(eq=False)
 class Prefix:
-    """A declared prefix. Only its full pages are pinned, as they get published; a shorter tail is copied or recomputed."""
+    """A declared prefix. Only its full pages are pinned, as they get published; a shorter tail is copied or
+    recomputed."""
 
     tokens: bytes
     num_tokens: int
@@ -22,9 +23,9 @@ class Prefix:
 
 
 class PrefixPool:
-    """Finds declared prefixes by their tokens and keeps at most `max_pinned` pages pinned for all of them. Over budget the
-    least recently used declaration lapses: a prefix is never a reason to fail. There are at most `max_pinned` declarations
-    too (and always room for one), so that callers who never repeat one do not fill the memory."""
+    """Finds declared prefixes by their tokens and keeps at most `max_pinned` pages pinned for all of them. Over budget
+    the least recently used declaration lapses: a prefix is never a reason to fail. There are at most `max_pinned`
+    declarations too (and always room for one), so that callers who never repeat one do not fill the memory."""
 
     def __init__(self, cache: PrefixCache, max_pinned: int):
         self.cache = cache
@@ -64,6 +65,11 @@ class PrefixPool:
         if prefix is not None:
             self._lapse(prefix)
         return prefix is not None
+
+    def clear(self) -> None:
+        """Forgets all declarations."""
+        for prefix in list(self.prefixes.values()):
+            self._lapse(prefix)
 
     def _make_room(self, keep: Prefix) -> bool:
         while self.cache.num_pinned >= self.max_pinned:

@@ -1,7 +1,7 @@
 """Published pages, found by the tokens that lead to them. One node is one full page, so no edge is ever split.
 
-A node's identity is its page's tokens themselves (their int32 bytes), under its parent, under a namespace's root. It knows
-nothing of free pages or of who may be evicted: the prefix cache does.
+A node's identity is its page's tokens themselves (their int32 bytes), under its parent, under a namespace's root. It
+knows nothing of free pages or of who may be evicted: the prefix cache does.
 """
 
 from __future__ import annotations
@@ -55,8 +55,9 @@ class Node:
         self.parent = None
 
     def longest_head(self, key: bytes, step: int) -> tuple[Node | None, int]:
-        """The child, filled before `step`, that shares the longest head with `key` (which may be shorter than a page), and
-        the length of that head in tokens. Sharing falls with the distance in key order, so each side is asked once."""
+        """The child, filled before `step`, that shares the longest head with `key` (which may be shorter than a page),
+        and the length of that head in tokens. Sharing falls with the distance in key order, so each side is asked
+        once."""
         best, best_len = None, 0
         i = bisect_left(self.keys, key)
         for side in (range(i, len(self.keys)), range(i - 1, -1, -1)):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import time
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import TYPE_CHECKING
@@ -13,14 +13,16 @@ if TYPE_CHECKING:
     from prefix_jax.prefix_cache import PageTable
     from prefix_jax.prefix_pool import Prefix
 
+MAX_FLOAT32 = 3.4e38
+
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How tokens are chosen, and when to stop. Names and meanings are vLLM's.
 
-    temperature: 0 is greedy. top_k: 0 or -1 is off. top_p: in (0, 1]; the smallest set of tokens with at least this mass.
-    seed: None draws a fresh one for each request. max_tokens: None is as many as the model's context and the pool allow.
-    stop: strings that end the output and are not part of it. stop_token_ids: tokens that end it and stay in `token_ids`.
+    temperature: 0 is greedy. top_k: 0 or -1 is off. top_p: in (0, 1]; the smallest set of tokens of at least this mass.
+    seed: None draws a fresh one for each request. max_tokens: None is as many as the model's context and the pool take.
+    stop: strings that end the output and are not part of it. stop_token_ids: tokens that end it, and stay in the ids.
     ignore_eos: go on after the model's own end tokens. skip_special_tokens: leave them out of the text.
 
     Raises ValueError for a value out of range, TypeError for one of the wrong kind.
@@ -37,14 +39,13 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop))
+        object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
         _require_number("temperature", self.temperature, Real)
         _require_number("top_p", self.top_p, Real)
         _require_number("top_k", self.top_k, Integral)
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature must be finite and at least 0, got {self.temperature}")
+        if not 0 <= self.temperature <= MAX_FLOAT32:
+            raise ValueError(f"temperature must be at least 0 and a finite float32, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         if not -1 <= self.top_k < 2**31:
@@ -57,11 +58,17 @@ class SamplingParams:
             _require_number("seed", self.seed, Integral)
             if not 0 <= self.seed < 2**64:
                 raise ValueError(f"seed must be in [0, 2**64), got {self.seed}")
-        for text in stop:
+        for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise ValueError(f"stop must be non-empty strings, got {text!r}")
         for token in self.stop_token_ids:
             _require_number("stop_token_ids", token, Integral)
+
+
+def _as_tuple(name: str, value: Iterable | None) -> tuple:
+    if value is not None and not isinstance(value, Iterable):
+        raise TypeError(f"{name} must be a list or None, got {value!r}")
+    return tuple(() if value is None else value)
 
 
 def _require_number(name: str, value: object, kind: type) -> None:
@@ -88,9 +95,9 @@ class Request:
 class Sequence:
     """One generation in progress.
 
-    Positions [0, computed_len) have their keys and values in the store once the steps dispatched so far have run. `tokens`
-    holds what the host knows; `pending` counts the tokens sampled by steps whose results the host has not read: 1 while a
-    step is in flight, 2 for the moment in which the next one is planned already.
+    Positions [0, computed_len) have their keys and values in the store once the steps dispatched so far have run.
+    `tokens` holds what the host knows; `pending` counts the tokens sampled by steps whose results the host has not
+    read: 1 while a step is in flight, 2 for the moment in which the next one is planned already.
     """
 
     __slots__ = (
@@ -134,7 +141,7 @@ class Sequence:
     @property
     def remaining(self) -> int:
         """Positions to compute next; the last token of all needs none, since nothing is sampled after it."""
-        return min(self.length, self.request.max_len - 1) - self.computed_len
+        return min(len(self.tokens) + self.pending, self.request.max_len - 1) - self.computed_len
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -164,8 +171,8 @@ class RequestMetrics:
 
 @dataclass
 class RequestOutput:
-    """The result of one request. `num_cached_tokens` of the prompt were found in the prefix cache; `seed` is the one that
-    was used; `error` says why a refused request was."""
+    """The result of one request. `num_cached_tokens` of the prompt were found in the prefix cache; `seed` is the one
+    that was used; `error` says why a refused request was."""
 
     request_id: str
     prompt: str | None

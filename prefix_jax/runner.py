@@ -82,8 +82,8 @@ class Runner:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def lower(self, bucket: Bucket, num_pages: int) -> Any:
-        """The step of one bucket over a store of `num_pages`, lowered but not compiled."""
+    def lower(self, bucket: Bucket, num_pages: int, platforms: tuple[str, ...] | None = None) -> Any:
+        """The step of one bucket over a store of `num_pages`, lowered but not compiled; None: for the device at hand."""
         store = jax.eval_shape(
             functools.partial(kv_store.make_kv_store, self.config, num_pages, self.page_size, self.dtype)
         )
@@ -93,9 +93,10 @@ class Runner:
             step, graph=self.graph, param_tree=self.param_tree, bucket=bucket, page_size=self.page_size, attention=self.attention
         )
         jitted = jax.jit(step_of_bucket, donate_argnames=("store", "page_table"))
-        return jitted.lower(
+        traced = jitted.trace(
             self.params, store, int32((rows, self.batcher.max_pages)), int32((rows,)), int32((bucket.packed_len,))
         )
+        return traced.lower(lowering_platforms=platforms)
 
     def _measure_num_pages(self, memory_fraction: float) -> int:
         """Pages for what is free: on a device that reports its memory, after the largest bucket ran over a store of one

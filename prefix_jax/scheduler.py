@@ -1,25 +1,30 @@
 """Waiting and running sequences -> a step plan: which positions of which sequences are computed next.
 
-A decode is a chunk of length one; nothing here asks which kind a chunk is. Only running sequences hold pages, and only they
-may preempt. A sequence whose chunk is in the plan is never preempted in that plan.
+A decode is a chunk of length one; nothing here asks which kind a chunk is. Only running sequences hold pages, and only
+they may preempt. A sequence whose chunk is in the plan is never preempted in that plan.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from prefix_jax.policies import POLICIES
 from prefix_jax.prefix_cache import Claim, PageTable, PrefixCache
 from prefix_jax.prefix_pool import PrefixPool
 from prefix_jax.request import Sequence
 
+COUNTED = (
+    "cached_tokens", "adopted_tokens", "computed_tokens", "computed_prompt_tokens", "published_pages", "preemptions",
+)  # fmt: skip
 
-@dataclass(frozen=True)
-class Chunk:
+
+class Chunk(NamedTuple):
     """Positions [start, start + length) of a sequence, computed in one step from row `row` of the page table. `samples`
-    says that the chunk reaches the sequence's end, so that its last position yields a token; `from_device` that the token
-    at `start` is one which the previous step sampled and the host has not seen."""
+    says that the chunk reaches the sequence's end, so that its last position yields a token; `from_device` that the
+    token at `start` is one which the previous step sampled and the host has not seen."""
 
     sequence: Sequence
     row: int
@@ -65,11 +70,11 @@ class Scheduler:
         self.policy = POLICIES[policy]
         self.caching = caching
         self.waiting: list[Sequence] = []
-        self.running: list[Sequence] = []
+        self.running: list[Sequence] = []  # the oldest first
         self.free_rows = list(range(max_num_seqs - 1, -1, -1))
         self.claimed: set[Claim] = set()
         self.finished: list[Sequence] = []  # since the engine last took them
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
 
     def check_fits(self, length: int) -> None:
         """ValueError if a prompt of this many tokens can never fit into the pool."""
@@ -88,17 +93,22 @@ class Scheduler:
         self.cache.step += 1
         self.claimed.clear()
         plan = StepPlan()
-        # Decodes first: a long prompt must not hold up those that are already answering. Then the oldest first, since who
+        # Decodes first: a long prompt must not hold up those that are already answering. And the oldest first: who
         # comes early finds others to preempt.
-        for sequence in sorted(self.running, key=lambda sequence: (sequence.remaining > 1, sequence.order)):
+        decodes: list[Sequence] = []
+        prefills: list[Sequence] = []
+        for sequence in self.running:
+            (prefills if sequence.remaining > 1 else decodes).append(sequence)
+        for sequence in decodes + prefills:
             if sequence.row is not None and plan.num_tokens < self.max_num_batched_tokens:
                 self._continue(sequence, plan)
         self._admit(plan)
+        self.counts["computed_tokens"] += plan.num_tokens
         return plan
 
     def settle(self, sequence: Sequence) -> None:
-        """After a step with this sequence has been dispatched and its token collected: publishes the pages that are full
-        of tokens known by now."""
+        """After a step with this sequence has been dispatched and its token collected: publishes the pages that are
+        full of tokens known by now."""
         if sequence.table is not None:
             self._publish(sequence, written=True)
 
@@ -122,23 +132,25 @@ class Scheduler:
 
     def _continue(self, sequence: Sequence, plan: StepPlan) -> None:
         """Plans the next chunk of a running sequence, if there is one to compute and nobody else is computing it."""
-        if sequence.remaining == 0:
+        remaining = sequence.remaining
+        if remaining == 0:
             return  # its last token is in flight
-        if sequence.remaining > 1 and self.caching:
+        if remaining > 1 and self.caching:
             adopted = self.cache.adopt(sequence.table, sequence.tokens, sequence.computed_len)
             self.counts["adopted_tokens"] += adopted - sequence.computed_len
+            remaining -= adopted - sequence.computed_len
             sequence.computed_len = adopted
             at_edge = sequence.computed_len == len(sequence.table.nodes) * self.cache.page_size
             if at_edge and self.cache.next_page(sequence.table, sequence.tokens) in self.claimed:
                 return
-        length = min(sequence.remaining, self.max_num_batched_tokens - plan.num_tokens)
+        length = min(remaining, self.max_num_batched_tokens - plan.num_tokens)
         if self._make_room(sequence, sequence.computed_len + length):
             self._plan_chunk(sequence, length, plan)
 
     def _make_room(self, sequence: Sequence, length: int) -> bool:
-        """Pages for `length` positions: free ones, then unread leaves, then the pages of the youngest sequence that has no
-        chunk yet. If that is this one it gives up its own, unless it runs alone: then pinned leaves go, and if not even all
-        pages are enough it ends. So the oldest always gets on."""
+        """Pages for `length` positions: free ones, then unread leaves, then the pages of the youngest sequence that has
+        no chunk yet. If that is this one it gives up its own, unless it runs alone: then pinned leaves go, and if not
+        even all pages are enough it ends. So the oldest always gets on."""
         cache = self.cache
         while not cache.grow(sequence.table, length):
             youngest = max((other for other in self.running if other.planned_step != cache.step), key=lambda s: s.order)
@@ -166,12 +178,12 @@ class Scheduler:
             if not self.free_rows or plan.num_tokens >= self.max_num_batched_tokens or held_back > self.max_num_seqs:
                 return
             if sequence.pending:
-                return  # preempted with a step in flight: it keeps its place, and others must not take the pages it left
+                return  # preempted with a step in flight: it keeps its place, and nobody takes the pages it left
             table = self._open(sequence)
             if table is None:
                 held_back += 1
                 continue
-            # All of the known positions at once: a prompt that is half in can then never be thrown out for its own rest.
+            # All known positions at once: a prompt that is half in can then never be thrown out for its own rest.
             if not self.cache.grow(table, sequence.length, force=not self.running):
                 self.cache.close(table)
                 if not self.running:
@@ -187,7 +199,7 @@ class Scheduler:
 
     def _start(self, sequence: Sequence, table: PageTable, plan: StepPlan) -> None:
         self.waiting.remove(sequence)
-        self.running.append(sequence)
+        insort(self.running, sequence, key=lambda other: other.order)
         sequence.row = self.free_rows.pop()
         sequence.table = table
         sequence.computed_len = table.cached_len
@@ -209,8 +221,8 @@ class Scheduler:
         from_device = start >= len(sequence.tokens)
         plan.chunks.append(Chunk(sequence, sequence.row, start, length, samples, from_device))
         plan.num_tokens += length
-        self.counts["computed_tokens"] += length
-        self.counts["computed_prompt_tokens"] += max(0, min(end, sequence.prompt_len) - start)
+        if start < sequence.prompt_len:
+            self.counts["computed_prompt_tokens"] += min(end, sequence.prompt_len) - start
         sequence.computed_len = end
         sequence.planned_step = self.cache.step
         self._publish(sequence, written=False)
@@ -222,10 +234,11 @@ class Scheduler:
                 self.claimed.add(claim)
 
     def _publish(self, sequence: Sequence, *, written: bool) -> None:
-        end = min(sequence.computed_len, len(sequence.tokens))
-        self.counts["published_pages"] += self.cache.publish(sequence.table, sequence.tokens, end, written=written)
+        table, end = sequence.table, min(sequence.computed_len, len(sequence.tokens))
+        if end >= (len(table.nodes) + 1) * self.cache.page_size:
+            self.counts["published_pages"] += self.cache.publish(table, sequence.tokens, end, written=written)
         if sequence.prefix is not None:
-            self.prefixes.pin_published(sequence.prefix, sequence.table)
+            self.prefixes.pin_published(sequence.prefix, table)
 
     def _release(self, sequence: Sequence) -> None:
         self.cache.close(sequence.table)

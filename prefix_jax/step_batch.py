@@ -1,6 +1,7 @@
 """The seam: a step plan -> one packed int32 array in the shape of a bucket, and back into named arrays on the device.
 
-T tokens, B rows (`max_num_seqs`; row B of the page table is scratch, as page 0 of the store is), P pages a row, K samples.
+T tokens, B rows (`max_num_seqs`; row B of the page table is scratch, as page 0 of the store is), P pages a row, K
+samples.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ class Bucket:
         t, k = self.num_tokens, self.num_samples
         fields: dict[str, tuple[int, ...]] = dict.fromkeys(("token", "source", "position", "row"), (t,))
         fields |= dict.fromkeys(("change_index", "change_page"), (t,))
-        fields |= dict.fromkeys(("sample_token", "sample_row", "sample_position", "temperature", "top_k", "top_p"), (k,))
+        fields |= dict.fromkeys(
+            ("sample_token", "sample_row", "sample_position", "temperature", "top_k", "top_p"), (k,)
+        )
         fields["seed"] = (k, 2)
         for kind, shape in zip(("narrow", "wide"), self.shapes, strict=False):
             fields |= {f"{kind}.{name}": (shape.tiles,) for name in ("row", "start", "end")}
@@ -87,7 +90,8 @@ class Bucket:
 def make_buckets(
     max_num_seqs: int, max_num_batched_tokens: int, num_kv_heads: int, tiling: Tiling, step: int = 2
 ) -> list[Bucket]:
-    """Decode buckets up to `max_num_seqs`, mixed ones up to `max_num_batched_tokens`, each `step` times the one before."""
+    """Decode buckets up to `max_num_seqs`, mixed ones up to `max_num_batched_tokens`, each `step` times the one
+    before."""
     decode = _sizes(1, min(max_num_seqs, max_num_batched_tokens), step)
     mixed = _sizes(16, max_num_batched_tokens, step) if max_num_batched_tokens > 1 else []
     buckets = []
@@ -115,8 +119,8 @@ def _sizes(smallest: int, largest: int, step: int) -> list[int]:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One step for the device. Before it, `copies` (page from, page to) and `early_changes` of the page table (flat index,
-    page), which did not fit into the step, are to be applied."""
+    """One step for the device. Before it, `copies` (page from, page to) and `early_changes` of the page table (flat
+    index, page), which did not fit into the step, are to be applied."""
 
     bucket: Bucket
     packed: Int[np.ndarray, " packed_len"]

@@ -1,8 +1,9 @@
 """Chunks -> attention tiles. A tile is a few query tokens against one range of one row of the page table.
 
-A chunk of one token becomes a narrow tile (one row), a longer one becomes wide tiles of consecutive tokens. Where a step has
-too few tiles to fill the device, each tile's range is cut; the cut depends on the bucket and on the range's own length only,
-so that a row gives the same bits whatever its neighbours are. It knows rows, positions and capacities, never requests.
+A chunk of one token becomes a narrow tile (one row), a longer one becomes wide tiles of consecutive tokens. Where a
+step has too few tiles to fill the device, each tile's range is cut; the cut depends on the bucket and on the range's
+own length only, so that a row gives the same bits whatever its neighbours are. It knows rows, positions and capacities,
+never requests.
 """
 
 from __future__ import annotations
@@ -58,7 +59,13 @@ class TilePlan:
 
 
 def tile_plan(
-    rows: PerChunk, starts: PerChunk, lengths: PerChunk, *, num_tokens: int, shapes: tuple[TileShape, ...], num_partials: int
+    rows: PerChunk,
+    starts: PerChunk,
+    lengths: PerChunk,
+    *,
+    num_tokens: int,
+    shapes: tuple[TileShape, ...],
+    num_partials: int,
 ) -> TilePlan:
     """Plain tiles: every token's range, [0, its position], in tiles of its own chunk.
 
@@ -92,8 +99,8 @@ def _cut_chunks(
 def _cut_ranges(
     tiles: Int[np.ndarray, "4 uncut"], shape: TileShape, num_tokens: int, num_partials: int, num_cut: int
 ) -> tuple[TileList, Int[np.ndarray, "3 M"], int]:
-    """Cuts long ranges, lays the tiles out in the capacity, and numbers the partial results: those of one token follow one
-    another in position order."""
+    """Cuts long ranges, lays the tiles out in the capacity, and numbers the partial results: those of one token follow
+    one another in position order."""
     row, end, first, count = tiles
     splits = np.clip(end // shape.min_range, 1, shape.splits)
     size = -(-end // (splits * RANGE_STEP)) * RANGE_STEP
@@ -109,7 +116,9 @@ def _cut_ranges(
     results = np.where(splits > 1, splits * count, 0)
     base = num_cut + np.cumsum(results) - results
     is_cut = (splits[tile, None] > 1) & (lane < count[tile, None])
-    partial[: len(tile)] = np.where(is_cut, base[tile, None] + lane * splits[tile, None] + number[:, None], num_partials)
+    partial[: len(tile)] = np.where(
+        is_cut, base[tile, None] + lane * splits[tile, None] + number[:, None], num_partials
+    )
 
     cut = splits > 1
     owner = np.repeat(np.flatnonzero(cut), count[cut])

@@ -1,8 +1,8 @@
 """An engine without a model: the real host half over a device that keeps, in each slot, what its keys would depend on.
 
-A slot holds a number made of its token, its position and the number in the slot before it, read through the page table of
-the row that wrote it. A sampled token is made of all numbers that its row reads. So a wrong page, copy, table entry or
-order of events gives wrong tokens, and a freed page is poisoned as soon as the device's order of events allows it.
+A slot holds a number made of its token, its position and the number in the slot before it, read through the page table
+of the row that wrote it. A sampled token is made of all numbers that its row reads. So a wrong page, copy, table entry
+or order of events gives wrong tokens, and a freed page is poisoned as soon as the device's order of events allows it.
 """
 
 import numpy as np
@@ -77,13 +77,17 @@ class FakeDevice:
             if row == self.batcher.max_num_seqs:
                 assert self.table[row, position // self.page_size] == 0, "padding writes to the scratch page"
                 continue
-            before = self._read(row, position)[-1] if position else 0
+            before = self.store[self._slot(row, position - 1)] if position else 0
             assert before != POISON, f"row {row} reads a slot before {position} that nobody wrote"
-            page, slot = self.table[row, position // self.page_size], position % self.page_size
-            assert page > 0, f"row {row} writes position {position} to the scratch page"
-            assert (page, slot) not in written, f"slot {slot} of page {page} is written twice in a step"
-            written.add((page, slot))
-            self.store[page, slot] = slot_content(before, tokens[t], position)
+            slot = self._slot(row, position)
+            assert slot[0] > 0, f"row {row} writes position {position} to the scratch page"
+            assert slot not in written, f"slot {slot} is written twice in a step"
+            written.add(slot)
+            self.store[slot] = slot_content(before, tokens[t], position)
+
+    def _slot(self, row: int, position: int) -> tuple[int, int]:
+        page, offset = divmod(position, self.page_size)
+        return int(self.table[row, page]), offset
 
     def _read(self, row: int, length: int) -> list[int]:
         pages = self.table[row, : -(-length // self.page_size)]

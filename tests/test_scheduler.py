@@ -1,4 +1,5 @@
-"""The scheduler, the prefix cache and the step batches together, over a fake device: cleverness never changes a token."""
+"""The scheduler, the prefix cache and the step batches together, over a fake device: cleverness never changes a
+token."""
 
 import random
 
@@ -6,7 +7,6 @@ import pytest
 from fake_device import FakeEngine
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-
 
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)  # a workload is a seed: nothing to shrink
 
@@ -52,7 +52,7 @@ def workloads(draw):
 
 
 @given(workloads())
-@settings(max_examples=150, deadline=None, phases=PHASES)
+@settings(max_examples=100, deadline=None, phases=PHASES)
 def test_every_sequence_says_what_it_says_alone(workload):
     rng = random.Random(workload["seed"])
     engine = FakeEngine(**workload["engine"])
@@ -139,7 +139,8 @@ def test_an_aborted_leader_strands_nobody(abort_after):
 
 @pytest.mark.parametrize("page_size", [16, 32, 128])
 def test_nine_sequences_that_need_a_page_at_once_get_on_with_eight(page_size):
-    """C21: space is checked in tokens, so a page for each of many sequences is missing in the same step (marin#1838)."""
+    """C21: space is checked in tokens, so a page for each of many sequences is missing in the same step
+    (marin#1838)."""
     engine = FakeEngine(17, page_size, budget=9 * page_size, num_seqs=9, max_len=3 * page_size)
     for i in range(9):
         engine.add([i] * (page_size - 1), page_size)
@@ -356,7 +357,9 @@ def test_the_oldest_sequence_is_never_preempted_for_a_younger_one():
 
     def watch(sequence):
         running = [other.order for other in engine.scheduler.running]
-        assert sequence.order == max(other.order for other in engine.scheduler.running if other.planned_step != engine.cache.step)
+        assert sequence.order == max(
+            other.order for other in engine.scheduler.running if other.planned_step != engine.cache.step
+        )
         assert sequence.order != min(running) or len(running) == 1
         victims.append(sequence)
         preempt(sequence)
@@ -409,7 +412,7 @@ def test_a_half_filled_page_is_not_found():
     engine.add(prompt, 1)
     engine.step()
     assert [node.page for node in engine.cache.trie] == engine.sequences[0].table.pages[:1]
-    for step in (1, 2):
+    for _ in range(2):
         engine.add(prompt, 1)
         engine.step()
         assert len(list(engine.cache.trie)) == 3, "one budget filled what was left of the second page, and the third"
@@ -420,7 +423,8 @@ def test_a_half_filled_page_is_not_found():
 
 @pytest.mark.parametrize("caching", [True, False])
 def test_a_thousand_requests_leave_no_page_behind(caching):
-    """C20: two paths free a slot, or a tail page is never freed; later no space is left (sglang-jax#70, sglang#4977)."""
+    """C20: two paths free a slot, or a tail page is never freed; later no space is left (sglang-jax#70,
+    sglang#4977)."""
     rng = random.Random(1)
     engine = FakeEngine(64, 16, budget=64, num_seqs=8, max_len=80, caching=caching)
     single = engine.add([1, 2, 3, 4, 0], 60)
@@ -449,13 +453,3 @@ def test_a_prompt_that_is_cached_whole_still_computes_its_last_token(length):
     full = length // 16 * 16  # pages that were published whole; nothing but full pages is ever found
     cached = [sequence.num_cached_tokens for sequence in engine.sequences]
     assert cached == [0] + [min(full, length - 1)] * 3
-
-
-def test_a_sequence_that_starts_over_forgets_when_it_was_planned():
-    """After a fault of the device the cache counts steps from zero again: an old number must not look like this step's."""
-    engine = FakeEngine(40, 4)
-    sequence = engine.add([1] * 8, 10)
-    for _ in range(3):
-        engine.step()
-    sequence.reset()
-    assert sequence.planned_step < 0

@@ -17,27 +17,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-ARCHITECTURES = ("LlamaForCausalLM",)
-ROPE_TYPES = ("default", "llama3")
-
 Slots = Float[Array, "num_slots Hkv D"]
 KVStore = tuple[tuple[Slots, Slots], ...]
 Attend = Callable[[Float[Array, "T Hq D"], Slots, Slots], Float[Array, "T Hq D"]]
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """`llama3` scaling of RoPE: long wavelengths slowed by `factor`, short ones kept, a ramp in between."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position: int
-
-    def __post_init__(self) -> None:
-        values = (self.factor, self.low_freq_factor, self.high_freq_factor, self.original_max_position)
-        if min(values) <= 0 or self.low_freq_factor >= self.high_freq_factor:
-            raise ValueError(f"llama3 RoPE scaling wants positive numbers and low < high frequency factor, got {self}")
 
 
 @dataclass(frozen=True)
@@ -51,11 +33,10 @@ class LlamaConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    max_position: int
+    max_position: int = 2048
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
-    rope_scaling: RopeScaling | None = None
-    rope_divisors: tuple[float, ...] | None = None  # one per frequency, as GGUF files store a scaling they computed
+    rope_divisors: tuple[float, ...] | None = None  # one for each frequency, where the model scales them
     tie_word_embeddings: bool = False
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
@@ -63,12 +44,11 @@ class LlamaConfig:
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
                      "head_dim", "max_position"):  # fmt: skip
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if type(value := getattr(self, name)) is not int or value < 1:
                 raise ValueError(f"{name} must be a positive integer, got {value!r}")
         for name in ("rms_norm_eps", "rope_theta"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
-                raise ValueError(f"{name} must be a positive number, got {getattr(self, name)!r}")
+            if not isinstance(value := getattr(self, name), (int, float)) or not 0 < value < math.inf:
+                raise ValueError(f"{name} must be a positive number, got {value!r}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_heads} query heads do not divide among {self.num_kv_heads} KV heads")
         if self.head_dim % 2:
@@ -84,39 +64,41 @@ class LlamaConfig:
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> "LlamaConfig":
         """Reads the contents of a Hugging Face config.json. ValueError names whatever this model does not compute."""
-        _refuse_unknown(config)
-        rope = _rope_parameters(config)
-        missing = [key for key in _REQUIRED if config.get(key) is None]
-        if missing:
+        config = {key: value for key, value in config.items() if value is not None}
+        for key, known in _SUPPORTED.items():
+            if (got := config.get(key, known)) != known:
+                raise ValueError(f"{key} = {got!r} is not supported; known: {known!r}")
+        if missing := [key for key in _REQUIRED if key not in config]:
             raise ValueError(f"config lacks {', '.join(missing)}")
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
-        head_dim = config.get("head_dim")
-        if head_dim is None:
-            if not heads or hidden % heads:
-                raise ValueError(f"hidden_size {hidden} over {heads} heads is no integer, and head_dim is not stated")
-            head_dim = hidden // heads
-        kv_heads = config.get("num_key_value_heads")
-        eos = config.get("eos_token_id")
+        if "head_dim" not in config and (heads < 1 or hidden % heads):
+            raise ValueError(f"hidden_size {hidden} over {heads} heads is no integer, and head_dim is not stated")
+        head_dim = config["head_dim"] if "head_dim" in config else hidden // heads
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}  # of transformers 5, and before it
+        theta = rope.get("rope_theta") or config.get("rope_theta", cls.rope_theta)
+        eos = config.get("eos_token_id", ())
         return cls(
             vocab_size=config["vocab_size"],
             hidden_size=hidden,
             intermediate_size=config["intermediate_size"],
             num_layers=config["num_hidden_layers"],
             num_heads=heads,
-            num_kv_heads=heads if kv_heads is None else kv_heads,
+            num_kv_heads=config.get("num_key_value_heads", heads),
             head_dim=head_dim,
-            max_position=config.get("max_position_embeddings", 2048),
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
-            rope_scaling=_rope_scaling(rope),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            max_position=config.get("max_position_embeddings", cls.max_position),
+            rms_norm_eps=config.get("rms_norm_eps", cls.rms_norm_eps),
+            rope_theta=theta,
+            rope_divisors=_rope_divisors(rope, theta, head_dim),
+            tie_word_embeddings=config.get("tie_word_embeddings", False),
             bos_id=config.get("bos_token_id"),
-            eos_ids=tuple(eos) if isinstance(eos, (list, tuple)) else () if eos is None else (eos,),
+            eos_ids=tuple(eos) if isinstance(eos, (list, tuple)) else (eos,),
         )
 
 
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-_KNOWN_VALUES = {
+_SUPPORTED = {  # the one value of a key that this model computes
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
@@ -126,48 +108,33 @@ _KNOWN_VALUES = {
 }
 
 
-def _refuse_unknown(config: Mapping[str, Any]) -> None:
-    architectures = config.get("architectures") or ()
-    model_type = config.get("model_type", "llama")
-    if model_type != "llama" or any(name not in ARCHITECTURES for name in architectures):
-        got = ", ".join(architectures) or f"model_type {model_type!r}"
-        raise ValueError(f"unknown architecture {got}; known: {', '.join(ARCHITECTURES)}")
-    for key, known in _KNOWN_VALUES.items():
-        if config.get(key) is not None and config[key] != known:
-            raise ValueError(f"{key} = {config[key]!r} is not supported; known: {known!r}")
-
-
-def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_parameters` (transformers 5) or `rope_scaling` (before), whose type is under `rope_type` or `type`."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    kind = rope.setdefault("rope_type", rope.get("type", "default"))
-    if kind not in ROPE_TYPES or any(isinstance(value, Mapping) for value in rope.values()):
-        got = repr(kind) if kind not in ROPE_TYPES else f"parameters by layer type ({', '.join(rope)})"
-        raise ValueError(f"unknown RoPE type {got}; known: {', '.join(ROPE_TYPES)}")
-    return rope
-
-
-def _rope_scaling(rope: Mapping[str, Any]) -> RopeScaling | None:
-    if rope["rope_type"] == "default":
+def _rope_divisors(rope: Mapping[str, Any], theta: float, head_dim: int) -> tuple[float, ...] | None:
+    """Those of RoPE type `llama3`: long wavelengths slowed by `factor`, short ones kept, a ramp in between."""
+    by_layer_type = any(isinstance(value, Mapping) for value in rope.values())
+    kind = "by layer type" if by_layer_type else rope.get("rope_type", rope.get("type", "default"))
+    if kind == "default":
         return None
+    if kind != "llama3":
+        raise ValueError(f"unknown RoPE type {kind!r}; known: default, llama3")
     keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    missing = [key for key in keys if rope.get(key) is None]
-    if missing:
+    if missing := [key for key in keys if not rope.get(key)]:
         raise ValueError(f"RoPE type llama3 lacks {', '.join(missing)}")
-    return RopeScaling(*(rope[key] for key in keys))
+    factor, low, high, original_max_position = (rope[key] for key in keys)
+    if min(factor, low, original_max_position) <= 0 or low >= high:
+        raise ValueError(f"RoPE type llama3 wants positive numbers and low < high frequency factor, got {rope}")
+    turns = original_max_position * _plain_frequencies(theta, head_dim) / (2 * np.pi)  # in the original context
+    kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return tuple((1 / (kept + (1 - kept) / factor)).tolist())
+
+
+def _plain_frequencies(theta: float, head_dim: int) -> np.ndarray:
+    return theta ** -(np.arange(0, head_dim, 2) / head_dim)
 
 
 def rope_frequencies(config: LlamaConfig) -> np.ndarray:
     """Radians per position of each pair: float32 [D/2], computed in float64."""
-    frequencies = config.rope_theta ** -(np.arange(0, config.head_dim, 2) / config.head_dim)
-    if config.rope_divisors is not None:
-        frequencies = frequencies / np.asarray(config.rope_divisors)
-    if (scaling := config.rope_scaling) is not None:
-        turns = scaling.original_max_position * frequencies / (2 * np.pi)  # full turns within the original context
-        kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-        kept = np.clip(kept, 0.0, 1.0)
-        frequencies = frequencies * (kept + (1 - kept) / scaling.factor)
-    return frequencies.astype(np.float32)
+    frequencies = _plain_frequencies(config.rope_theta, config.head_dim)
+    return (frequencies / np.asarray(config.rope_divisors or 1.0)).astype(np.float32)
 
 
 def rope_phases(config: LlamaConfig, positions: Int[Array, "T"], dtype: Any) -> tuple[Array, Array]:
@@ -194,16 +161,12 @@ def _product(equation: str, x: Array, weight: Array, out_dtype: Any = None) -> A
     return jnp.einsum(equation, x, weight, precision=precision, preferred_element_type=out_dtype)
 
 
-@partial(jax.jit, static_argnames=("shape", "dtype"))
-def _normal(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:
-    return jax.random.normal(key, shape, dtype) * jnp.asarray(0.02, dtype)
-
-
 def _parameter(shape: tuple[int, ...], dtype: Any, rngs: nnx.Rngs | None) -> nnx.Param:
     """Norm weights start at one, matrices at random; without `rngs` there is a shape to be filled."""
     if rngs is None:
         return nnx.Param(jax.ShapeDtypeStruct(shape, dtype))
-    return nnx.Param(jnp.ones(shape, dtype) if len(shape) == 1 else _normal(rngs.params(), shape, dtype))
+    start = nnx.initializers.ones if len(shape) == 1 else nnx.initializers.normal(0.02)
+    return nnx.Param(start(rngs.params(), shape, dtype))
 
 
 class LlamaLayer(nnx.Module):
@@ -225,7 +188,9 @@ class LlamaLayer(nnx.Module):
         """Returns (x [T, E], k_slots, v_slots); this step's K and V are written before `attend` reads."""
         with jax.named_scope("attention"):
             normed = rms_norm(x, self.input_norm[...], self.config.rms_norm_eps)
-            q, k, v = self._queries_keys_values(normed, *phases)
+            qkv = _product("te,ehgd->thgd", normed, self.qkv[...])  # [T, Hkv, G + 2, D]
+            k, v = rotate(qkv[:, :, -2], *phases), qkv[:, :, -1]
+            q = rotate(qkv[:, :, :-2].reshape(x.shape[0], self.config.num_heads, self.config.head_dim), *phases)
             k_slots = k_slots.at[slots].set(k.astype(k_slots.dtype), mode="drop")
             v_slots = v_slots.at[slots].set(v.astype(v_slots.dtype), mode="drop")
             attended = attend(q, k_slots, v_slots).reshape(x.shape[0], -1)
@@ -235,12 +200,6 @@ class LlamaLayer(nnx.Module):
             gate_up = _product("te,ecf->tcf", normed, self.gate_up[...])
             x = x + _product("tf,fe->te", jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1], self.down[...])
         return x, k_slots, v_slots
-
-    def _queries_keys_values(self, x, cos, sin):
-        config = self.config
-        qkv = _product("te,ehgd->thgd", x, self.qkv[...])  # [T, Hkv, G + 2, D]
-        q = qkv[:, :, : config.group_size].reshape(x.shape[0], config.num_heads, config.head_dim)
-        return rotate(q, cos, sin), rotate(qkv[:, :, -2], cos, sin), qkv[:, :, -1]
 
 
 class Llama(nnx.Module):
@@ -284,6 +243,7 @@ class Llama(nnx.Module):
 
     @property
     def dtype(self) -> Any:
+        """Of the parameters, the hidden states and the KV store."""
         return self.embed[...].dtype
 
     def logits(self, hidden: Float[Array, "B E"]) -> Float[Array, "B V"]:

@@ -1,0 +1,60 @@
+"""Files that both weights and tokenizers come from, JSON and GGUF, and what is raised when they are damaged. No jax."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+
+class CheckpointError(ValueError):
+    """A checkpoint with something missing, damaged, left over or of the wrong shape; the message names it."""
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The contents of the file. CheckpointError when it is missing or no JSON."""
+    if not path.exists():
+        raise CheckpointError(f"{path} is missing")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """Metadata by key, and tensors by name: `gguf.ReaderTensor`, whose quantised data lie in the mapped file."""
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, Any]
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """Takes seconds, so the last file is kept while it does not change. CheckpointError when it is damaged."""
+    return _read_gguf(path, path.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=1)
+def _read_gguf(path: Path, modified: int) -> GgufFile:
+    # Imported where it is used: a machine without the package still serves Hugging Face folders.
+    from gguf import GGUFReader
+
+    class Reader(GGUFReader):
+        def _build_tensors(self, start_offs, fields):
+            for field in fields:  # each by itself first, since the library's error does not name the tensor
+                try:
+                    super()._build_tensors(start_offs, [field])
+                except ValueError as error:
+                    raise ValueError(f"{field.name}: {error}") from error
+            super()._build_tensors(start_offs, fields)
+
+    try:
+        reader = Reader(path)
+        metadata = {name: field.contents() for name, field in reader.fields.items()}
+    except (ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:
+        raise CheckpointError(f"{path} is damaged, cut short or no GGUF file: {error}") from error
+    if reader.byte_order != "I":
+        raise CheckpointError(f"{path} has the byte order of another machine")
+    return GgufFile(path, metadata, {tensor.name: tensor for tensor in reader.tensors})

@@ -1,0 +1,157 @@
+"""Engines for tests: tiny models that listen to every token of their prompt, each engine built once in a session."""
+
+import atexit
+import contextlib
+import functools
+import shutil
+import tempfile
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
+from oracle import OracleLlama
+from tiny_models import tiny_config, tiny_weights, write_checkpoint
+
+from prefix_jax import LLM, RequestOutput, SamplingParams
+
+SMALL = {"num_pages": 64, "max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+TINY = {"num_pages": 64, "max_model_len": 128, "max_num_seqs": 2, "max_num_batched_tokens": 16}
+TIGHT = {"num_pages": 16, "page_size": 4, "max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 16}
+WIDE = {"num_pages": 192, "max_model_len": 256, "max_num_seqs": 64, "max_num_batched_tokens": 512}
+SURE = 1e-3  # two logits closer than this may change places in float32
+
+
+@functools.cache
+def home() -> Path:
+    """A folder for checkpoints and executables, removed at the end."""
+    folder = tempfile.mkdtemp(prefix="prefix-jax-tests-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+@functools.cache
+def tiny_folder(**model) -> Path:
+    """A checkpoint whose answers hang on every token of the prompt: attention is sharp, and heavy in the sum."""
+    config = tiny_config(**model)
+    weights = tiny_weights(config)
+    for name in weights:
+        if name.endswith("q_proj.weight"):
+            weights[name] *= 4
+        if name.endswith("o_proj.weight"):
+            weights[name] *= 10
+    if config["tie_word_embeddings"]:  # else every token would ask for itself again
+        weights["model.embed_tokens.weight"] *= 0.05
+        weights["model.norm.weight"] *= 10
+    folder = home() / "-".join(["model", *(f"{key}_{value}" for key, value in model.items())])
+    return write_checkpoint(folder, config, weights)
+
+
+@functools.cache
+def oracle_of(folder: Path) -> OracleLlama:
+    return OracleLlama.from_folder(folder)
+
+
+@contextlib.contextmanager
+def compiling_once():
+    """Engines that differ in their host half alone have the same executables: the second takes those of the first."""
+    settings = {
+        "jax_compilation_cache_dir": str(home() / "executables"),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    _update(settings)
+    try:
+        yield
+    finally:
+        _update(before)
+
+
+def _update(settings: dict) -> None:
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@functools.cache
+def _built(folder: Path, **options) -> LLM:
+    with compiling_once():
+        return LLM(folder, use_tqdm=False, **options)
+
+
+def make_llm(folder: Path | None = None, **options) -> LLM:
+    """An engine with an empty cache, counting from zero; built when first asked for."""
+    llm = _built(folder or tiny_folder(), **{**SMALL, "check": True, **options})
+    assert not llm.engine.sequences, "an earlier test left requests behind"
+    llm.engine.scheduler.max_num_batched_tokens = llm.engine.max_num_batched_tokens
+    forget(llm)
+    return llm
+
+
+def forget(llm: LLM) -> None:
+    """Empties the cache and sets the counters to zero."""
+    llm.reset_prefix_cache()
+    assert len(llm.engine.cache.pool) == llm.engine.runner.num_pages, "at rest an empty cache holds no page"
+    llm.engine.scheduler.counts.update({name: -count for name, count in llm.engine.scheduler.counts.items()})
+    llm.engine.cache.num_evicted = 0
+
+
+def greedy(max_tokens: int = 8, **params) -> SamplingParams:
+    return SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, **params})
+
+
+def generate(llm: LLM, prompts, params=None, **options) -> list[RequestOutput]:
+    return llm.generate(prompts, params or greedy(), use_tqdm=False, **options)
+
+
+def tokens_of(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def cached_of(outputs: list[RequestOutput]) -> list[int]:
+    return [output.num_cached_tokens for output in outputs]
+
+
+def check_greedy(outputs: list[RequestOutput], folder: Path | None = None, oracle: OracleLlama | None = None) -> None:
+    """Every token is the oracle's choice after the tokens before it, or within `SURE` of it."""
+    oracle = oracle or oracle_of(folder or tiny_folder())
+    for output in outputs:
+        prompt, answer = output.prompt_token_ids, output.outputs[0].token_ids
+        assert answer
+        logits = oracle.logits([*prompt, *answer][:-1])[len(prompt) - 1 :]
+        short = logits.max(axis=-1) - logits[np.arange(len(answer)), answer]
+        assert short.max() < SURE, (
+            f"{output.request_id}: token {int(short.argmax())} of {answer} is {short.max()} short"
+        )
+
+
+def random_prompts(seed: int, *lengths: int, vocab_size: int = 300) -> list[list[int]]:
+    """Prompts of these lengths without special tokens."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(4, vocab_size, length).tolist() for length in lengths]
+
+
+def other_than(token: int) -> int:
+    """An ordinary token that is not this one."""
+    return 4 + (token + 1) % 290
+
+
+class IdealCache:
+    """What a cache that never evicts must find: tokens computed before, in full pages, exact to the token, all but the
+    prompt's last."""
+
+    def __init__(self, page_size: int):
+        self.page_size = page_size
+        self.known: list[list[int]] = []
+
+    def hits(self, prompt: list[int]) -> int:
+        return max((min(_common(prompt, tokens), len(prompt) - 1) for tokens in self.known), default=0)
+
+    def learn(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            computed = [*output.prompt_token_ids, *output.outputs[0].token_ids][:-1]
+            self.known.append(computed[: len(computed) // self.page_size * self.page_size])
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -1,0 +1,476 @@
+"""What a caller gets from LLM: results in order, reasons, texts, prefixes, and an answer to every kind of bad input."""
+
+import gzip
+
+import numpy as np
+import pytest
+from engines import (
+    SMALL,
+    TINY,
+    cached_of,
+    check_greedy,
+    compiling_once,
+    generate,
+    greedy,
+    home,
+    make_llm,
+    random_prompts,
+    tiny_folder,
+    tokens_of,
+)
+from tiny_models import tiny_config, tiny_weights, write_checkpoint
+
+from prefix_jax import LLM, SamplingParams
+from prefix_jax.request import RequestOutput
+
+SMALL_POOL = {**TINY, "num_pages": 3, "max_num_seqs": 1}
+
+
+@pytest.fixture
+def llm() -> LLM:
+    return make_llm()
+
+
+# Results --------------------------------------------------------------------------------------------------------------
+
+
+def test_prompts_are_texts_token_lists_and_dicts(llm):
+    text = "the hen and the other one"
+    ids = llm.tokenizer.encode(text)
+    forms = [
+        text,
+        ids,
+        tuple(ids),
+        np.array(ids),
+        {"prompt": text},
+        {"prompt_token_ids": ids},
+        {"prompt": "shown, not read", "prompt_token_ids": ids},
+    ]
+    outputs = generate(llm, forms)
+    assert all(output.prompt_token_ids == ids for output in outputs)
+    assert [output.prompt for output in outputs] == [text, None, None, None, text, None, "shown, not read"]
+    assert len(set(map(tuple, tokens_of(outputs)))) == 1
+    check_greedy(outputs[:1])
+    for single in (text, ids, {"prompt_token_ids": ids}):
+        assert tokens_of(generate(llm, single)) == tokens_of(outputs[:1])
+    assert generate(llm, []) == []
+
+
+def test_a_conversation_goes_through_the_chat_template(llm):
+    (output,) = generate(llm, {"messages": [{"role": "user", "content": "and?"}]})
+    assert output.prompt == "<|user|>and?<|end|><|assistant|>"
+    assert output.prompt_token_ids == llm.tokenizer.encode_chat([{"role": "user", "content": "and?"}])
+
+
+def test_an_output_says_all_about_its_request(llm):
+    (output,) = generate(llm, {"prompt": "the end", "request_id": "mine"}, greedy(5))
+    assert isinstance(output, RequestOutput) and output.finished and output.error is None
+    assert output.request_id == "mine"
+    (answer,) = output.outputs
+    assert (answer.index, answer.finish_reason, answer.stop_reason, len(answer.token_ids)) == (0, "length", None, 5)
+    assert answer.text == llm.tokenizer.decode(output.prompt_token_ids + answer.token_ids)[len("the end") :]
+    times = output.metrics
+    assert times.arrival_time <= times.first_token_time <= times.finished_time
+    assert "mine" in str(output)
+
+
+def test_results_come_in_the_order_of_the_prompts_and_are_shown_as_they_finish(llm):
+    prompts = random_prompts(0, *range(1, 13))
+    params = [greedy(14 - i) for i in range(12)]
+    shown = []
+    outputs = generate(llm, prompts, params, on_output=shown.append)
+    assert [output.prompt_token_ids for output in outputs] == prompts
+    assert [len(tokens) for tokens in tokens_of(outputs)] == [14 - i for i in range(12)]
+    assert sorted(output.request_id for output in shown) == sorted(output.request_id for output in outputs)
+    assert [output.request_id for output in shown] != [output.request_id for output in outputs]
+
+
+def test_own_request_ids_never_meet_those_that_are_made_up(llm):
+    start = int(generate(llm, [[5]], greedy(1))[0].request_id)
+    taken = [{"prompt_token_ids": [5 + i], "request_id": str(start + 1 + i)} for i in range(3)]
+    outputs = generate(llm, [[9], *taken, [10]], greedy(1))
+    assert [output.request_id for output in outputs[1:4]] == [str(start + 1 + i) for i in range(3)]
+    assert len({output.request_id for output in outputs}) == 5
+
+
+def test_unseeded_requests_differ_and_say_their_seed(llm):
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    first, second = generate(llm, [[7, 8, 9]] * 2, params)
+    assert tokens_of([first]) != tokens_of([second])
+    again = generate(llm, [[7, 8, 9]], SamplingParams(max_tokens=20, ignore_eos=True, seed=first.seed))
+    assert tokens_of(again) == tokens_of([first])
+
+
+# How an answer ends ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def said(llm) -> RequestOutput:
+    """The greedy answer whose tokens and text the tests below stop at."""
+    (output,) = generate(llm, random_prompts(3, 9), greedy(30))
+    make_llm()
+    return output
+
+
+def test_a_stop_string_ends_the_text_before_it_wherever_token_borders_are(llm, said):
+    """A stop string across token borders is missed, or a part of it shown (C56)."""
+    text, tokens = said.outputs[0].text, said.outputs[0].token_ids
+    for start, length in [(2, 1), (3, 2), (5, 4), (1, 7)]:
+        stop = text[start : start + length]
+        (output,) = generate(llm, [said.prompt_token_ids], greedy(30, stop=["never said", stop]))
+        answer = output.outputs[0]
+        assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
+        assert answer.text == text[: text.find(stop)]
+        assert answer.token_ids == tokens[: len(answer.token_ids)]
+        decoded = llm.tokenizer.decode(said.prompt_token_ids + answer.token_ids[:-1])
+        assert stop not in decoded[len(llm.tokenizer.decode(said.prompt_token_ids)) :], "not one token late"
+
+
+def test_a_stop_string_that_never_comes_changes_nothing(llm, said):
+    (output,) = generate(llm, [said.prompt_token_ids], greedy(30, stop="never said"))
+    assert output.outputs == said.outputs
+
+
+def test_a_stop_token_ends_the_answer_and_stays_in_its_tokens(llm, said):
+    tokens = said.outputs[0].token_ids
+    stop = tokens[6]
+    first = tokens.index(stop)
+    texts = set()
+    for stop_strings in ((), ("never said",)):
+        params = greedy(30, stop_token_ids=(stop, 299 if stop != 299 else 298), stop=stop_strings)
+        answer = generate(llm, [said.prompt_token_ids], params)[0].outputs[0]
+        assert answer.token_ids == tokens[: first + 1]
+        assert (answer.finish_reason, answer.stop_reason) == ("stop", stop)
+        texts.add(answer.text)
+    assert len(texts) == 1, "the text is the same with stop strings and without"
+
+
+def test_the_models_end_token_ends_the_answer_unless_it_is_ignored():
+    config = tiny_config(eos_token_id=0)
+    (output,) = generate(make_llm(), random_prompts(3, 9), greedy(30))
+    end = output.outputs[0].token_ids[10]
+    first = output.outputs[0].token_ids.index(end)
+    weights = {name: tensor for name, tensor in _weights_of(tiny_folder()).items()}
+    llm = make_llm(write_checkpoint(home() / "other_end", config | {"eos_token_id": [0, end]}, weights))
+    answer = generate(llm, random_prompts(3, 9), greedy(30, ignore_eos=False))[0].outputs[0]
+    assert answer.token_ids == output.outputs[0].token_ids[: first + 1]
+    assert (answer.finish_reason, answer.stop_reason) == ("stop", None)
+    answer = generate(llm, random_prompts(3, 9), greedy(30))[0].outputs[0]
+    assert (answer.token_ids, answer.finish_reason) == (output.outputs[0].token_ids, "length")
+
+
+def _weights_of(folder):
+    from safetensors.numpy import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def test_special_tokens_are_shown_on_demand_only(llm):
+    (prompt,) = random_prompts(5, 9)
+    plain, shown = (
+        generate(llm, [prompt], SamplingParams(max_tokens=200, seed=1, ignore_eos=True, skip_special_tokens=skip))[
+            0
+        ].outputs[0]
+        for skip in (True, False)
+    )
+    assert plain.token_ids == shown.token_ids and min(shown.token_ids) < 4, "a special token was drawn"
+    assert "<|" in shown.text and "<|" not in plain.text
+
+
+def test_a_request_that_alone_fills_the_pool_ends_and_says_why():
+    """Prompt and growth exceed the pool: the request holds the head of the queue for ever: vllm#39734 (C23)."""
+    llm = make_llm(**SMALL_POOL)
+    (prompt,) = random_prompts(6, 40)
+    for max_tokens in (100, None):
+        grown, short = generate(llm, [prompt, prompt[:3]], [greedy(max_tokens), greedy(2)])
+        answer = grown.outputs[0]
+        assert len(prompt) + len(answer.token_ids) == 3 * 16 + 1, "the last token needs no page"
+        assert answer.finish_reason == "length"
+        assert answer.stop_reason == "the next token needs 4 pages, the pool has 3"
+        assert len(short.outputs[0].token_ids) == 2
+        check_greedy([grown, short])
+
+
+def test_a_prompt_that_can_never_fit_is_refused_with_the_numbers():
+    """vllm#39734, vllm#35570 (C23)."""
+    llm = make_llm(**SMALL_POOL)
+    fits, too_long = random_prompts(7, 48, 49)
+    outputs = generate(llm, [fits, too_long, fits[:5]], greedy(3), on_error="return")
+    assert [output.outputs[0].finish_reason for output in outputs] == ["length", "error", "length"]
+    assert outputs[1].error == "a prompt of 49 tokens needs 4 pages of 16, the pool has 3"
+    assert len(outputs[0].outputs[0].token_ids) == 1
+
+
+# Prefixes -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_declared_prefix_outlives_others(llm):
+    prefix, *others = random_prompts(8, 70, *([120] * 12))
+    generate(llm, [prefix], prefix_pos=64)
+    assert llm.stats["pinned_pages"] == 4
+    generate(llm, others)
+    assert llm.stats["evicted_pages"] > 0
+    assert cached_of(generate(llm, [prefix[:65]])) == [64]
+    assert llm.delete_prefix(prefix[:64]) and llm.stats["pinned_pages"] == 0
+    assert not llm.delete_prefix(prefix[:64]), "it is gone"
+    generate(llm, others)
+    assert cached_of(generate(llm, [prefix[:65]])) == [0]
+
+
+def test_prefix_pos_is_one_for_all_or_one_each(llm):
+    a, b = random_prompts(9, 40, 50)
+    generate(llm, [a, b], prefix_pos=32)
+    assert llm.stats["pinned_pages"] == 4
+    llm = make_llm()
+    generate(llm, [a, b], prefix_pos=[16, None])
+    assert llm.stats["pinned_pages"] == 1
+    generate(llm, [a, b], prefix_pos=(0, np.int64(48)))
+    assert llm.stats["pinned_pages"] == 4
+    llm.reset_prefix_cache()
+    assert llm.stats["pinned_pages"] == 0 and cached_of(generate(llm, [a, b])) == [0, 0]
+
+
+def test_a_prefix_beyond_the_prompt_is_cut_to_it_with_one_warning(llm, caplog):
+    llm._warned_prefix_pos = False
+    (prompt,) = random_prompts(10, 20)
+    outputs = generate(llm, [prompt, prompt], prefix_pos=[99, 100])
+    generate(llm, [prompt], prefix_pos=21)
+    check_greedy(outputs)
+    (record,) = caplog.records
+    assert record.getMessage() == "prefix_pos 99 is beyond a prompt of 20 tokens: clamped, here and later"
+    assert llm.delete_prefix(prompt) and llm.stats["pinned_pages"] == 0
+
+
+def test_salted_requests_share_pages_among_themselves_only(llm):
+    (prompt,) = random_prompts(11, 40)
+    salts = [None, "a", "a", "b", None]
+    outputs = [generate(llm, {"prompt_token_ids": prompt, "cache_salt": salt})[0] for salt in salts]
+    assert cached_of(outputs) == [0, 0, 32, 0, 32]
+    assert len(set(map(tuple, tokens_of(outputs)))) == 1
+
+
+@pytest.mark.parametrize(
+    "tokenizer", ["llama2", "llama3", "mistral-v1", "mistral-v3", "qwen3", "smollm2", "baichuan-7b"]
+)
+def test_the_example_of_the_first_prefix_cache_runs(tokenizer, shared_data, tmp_path, capsys):
+    """Its prompts may be shorter than 16 tokens, and share none."""
+    vocab_size = 152_000  # room for the largest; one shape for all
+    config = tiny_config(vocab_size=vocab_size, hidden_size=8, head_dim=8, num_kv_heads=1, group=1, num_layers=1)
+    path = write_checkpoint(tmp_path, config | {"eos_token_id": None}, _wide_weights(config))
+    packed = shared_data / "tokenizers" / f"{tokenizer}.tokenizer.json.gz"
+    (path / "tokenizer.json").write_bytes(gzip.decompress(packed.read_bytes()))
+    (path / "tokenizer_config.json").write_text("{}")
+    with compiling_once():
+        llm = LLM(
+            model=path, tensor_parallel_size=1, num_pages=24, max_model_len=128, max_num_seqs=2,
+            max_num_batched_tokens=16, use_tqdm=False,
+        )  # fmt: skip
+
+    prefix = (
+        "You are an expert school principal, skilled in effectively managing faculty and staff. "
+        "Draft 10-15 questions for a potential first grade Head Teacher for my K-12, all-girls', "
+        "independent school that emphasizes community, joyful discovery, and life-long learning. "
+        "The candidate is coming in for a first-round panel interview for a 8th grade Math "
+        "teaching role."
+    )
+    for prompts in (
+        ["Hello, my name is", "The president of the United States is"],
+        [prefix[:60] + " a", prefix[:60] + " b"],
+    ):
+        sampling_params = SamplingParams(temperature=0, max_tokens=100)
+        outputs = llm.generate(prompts, sampling_params, prefix_pos=[16, 16])
+        for output in outputs:
+            print(output)
+        assert [output.prompt for output in outputs] == prompts
+        assert all(len(tokens) == 100 for tokens in tokens_of(outputs))
+        again = llm.generate(prompts, sampling_params, prefix_pos=[16, 16])
+        assert tokens_of(again) == tokens_of(outputs)
+    assert capsys.readouterr().out.count("RequestOutput(") == 4
+
+
+def _wide_weights(config, made=[]):  # noqa: B006
+    if not made:
+        made.append(tiny_weights(config))
+    return made[0]
+
+
+# Bad input ------------------------------------------------------------------------------------------------------------
+
+BAD_PROMPTS = {
+    "the prompt is empty: it has no tokens": [],
+    "the prompt has 257 tokens, max_model_len is 256": [5] * 257,
+    "token ids must be in [0, 300), got [300]": [5, 300, 6],
+    "token ids must be in [0, 300), got [-1, 2147483648]": [5, -1, 2**31],
+    "a prompt must be text, a list of token ids, or a dict of these, got [1.5]": [1.5],
+    "a prompt must be text, a list of token ids, or a dict of these, got [5, True]": {"prompt_token_ids": [5, True]},
+    "a prompt must be text, a list of token ids, or a dict of these, got [[5]]": [[5]],
+    "a prompt must be text, a list of token ids, or a dict of these, got None": None,
+    "a prompt must be text, a list of token ids, or a dict of these, got 3.0": 3.0,
+    "a prompt dict needs one of prompt, prompt_token_ids, messages, got none": {},
+    "a prompt dict needs one of prompt, prompt_token_ids, messages, got text": {"text": "hi"},
+    "a prompt dict needs one of prompt, prompt_token_ids, messages, got prompt, messages": {
+        "prompt": "a",
+        "messages": [],
+    },
+    "cache_salt must be a string, got ['a']": {"prompt": "a", "cache_salt": ["a"]},
+    "request_id 'twice' is taken": {"prompt": "a", "request_id": "twice"},
+}
+
+
+def test_one_error_names_every_bad_prompt_and_nothing_is_run(llm):
+    """Out-of-range ids silently take another token's row: vllm#51795, vllm#22471 (C47)."""
+    prompts = ["fine", {"prompt": "fine too", "request_id": "twice"}, *BAD_PROMPTS.values(), "", "fine"]
+    with pytest.raises(ValueError, match="prompts cannot run; nothing was run") as raised:
+        generate(llm, prompts)
+    lines = str(raised.value).splitlines()
+    assert lines[0].startswith(f"{len(BAD_PROMPTS) + 1} of {len(prompts)} prompts")
+    assert lines[1:] == [
+        *(f"  prompts[{index}]: {error}" for index, error in enumerate(BAD_PROMPTS, start=2)),
+        f"  prompts[{len(prompts) - 2}]: the prompt is empty: it has no tokens",
+    ]
+    assert llm.stats["computed_tokens"] == 0 and not llm.engine.has_work
+
+
+def test_with_on_error_return_the_others_run(llm):
+    """One too long prompt loses the good ones, or is left over for the next call: vllm#1655, vllm#16732 (C32)."""
+    good = random_prompts(12, 5, 6)
+    shown = []
+    prompts = [good[0], {"prompt": "x", "request_id": "twice"}, *BAD_PROMPTS.values(), good[1]]
+    outputs = generate(llm, prompts, on_error="return", on_output=shown.append)
+    assert len(outputs) == len(shown) == len(prompts)
+    assert [output.error for output in outputs] == [None, None, *BAD_PROMPTS, None]
+    for output in outputs[2:-1]:
+        assert output.outputs[0].finish_reason == "error" and output.finished
+        assert output.outputs[0].token_ids == [] == output.prompt_token_ids
+    check_greedy([outputs[0], outputs[-1]])
+    assert [output.prompt_token_ids for output in (outputs[0], outputs[-1])] == good
+    assert len(generate(llm, good)) == 2, "the next call has its own only"
+    for only_bad in ([[]], [[5] * 257, []]):
+        assert all(output.error for output in generate(llm, only_bad, on_error="return"))
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_one_too_long_prompt_leaves_the_order_as_it_is(llm, place):
+    """vllm#1655, vllm#16732 (C32)."""
+    prompts = random_prompts(13, 4, 5)
+    prompts.insert(place, [5] * 257)
+    outputs = generate(llm, prompts, on_error="return")
+    assert [bool(output.error) for output in outputs] == [i == place for i in range(3)]
+    check_greedy([output for output in outputs if not output.error])
+    assert [len(output.prompt_token_ids) for output in generate(llm, random_prompts(14, 3))] == [3]
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"prefix_pos": -1}, r"prompts\[0\]: prefix_pos must not be negative, got -1"),
+        ({"prefix_pos": [0, -5]}, r"1 of 2 prompts.*\n  prompts\[1\]: prefix_pos must not be negative, got -5"),
+        ({"prefix_pos": [1]}, "prefix_pos has 1 entries for 2 prompts"),
+        ({"prefix_pos": [1, 2, 3]}, "prefix_pos has 3 entries for 2 prompts"),
+        ({"prefix_pos": 1.5}, r"prefix_pos\[0\] is not usable: 1.5"),
+        ({"prefix_pos": [1, "2"]}, r"prefix_pos\[1\] is not usable: '2'"),
+        ({"prefix_pos": [None, True]}, r"prefix_pos\[1\] is not usable: True"),
+        ({"params": [greedy()]}, "sampling_params has 1 entries for 2 prompts"),
+        ({"params": [greedy(), None]}, r"sampling_params\[1\] is not usable: None"),
+        ({"params": {"temperature": 0}}, r"sampling_params\[0\] is not usable"),
+        ({"on_error": "ignore"}, 'on_error must be "raise" or "return", got \'ignore\''),
+        ({"params": greedy(stop_token_ids=[300])}, r"prompts\[0\]: stop_token_ids must be in \[0, 300\), got \[300\]"),
+        ({"params": greedy(stop_token_ids=[-1])}, r"stop_token_ids must be in \[0, 300\), got \[-1\]"),
+    ],
+)
+def test_bad_options_show_what_was_got(llm, options, error):
+    """Ids past the vocabulary index a neighbour's row: vllm#54195, vllm#16529 (C46)."""
+    options = dict(options)
+    params = options.pop("params", None)
+    with pytest.raises((ValueError, TypeError), match=error):
+        generate(llm, ["a", "b"], params, **options)
+    assert llm.stats["computed_tokens"] == 0 and not llm.engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("values", "error"),
+    [
+        ({"temperature": -0.1}, "temperature must be at least 0.*got -0.1"),
+        ({"temperature": float("nan")}, "temperature must be at least 0.*got nan"),
+        ({"temperature": float("inf")}, "temperature must be at least 0.*got inf"),
+        ({"temperature": "hot"}, "temperature must be a number, got 'hot'"),
+        ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),
+        ({"top_p": 1.01}, r"top_p must be in \(0, 1\], got 1.01"),
+        ({"top_p": float("nan")}, r"top_p must be in \(0, 1\]"),
+        ({"top_k": -2}, "top_k must be -1 or 0"),
+        ({"top_k": 2**31}, "top_k must be -1 or 0"),
+        ({"top_k": 1.5}, "top_k must be an integer, got 1.5"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        ({"max_tokens": True}, "max_tokens must be an integer, got True"),
+        ({"seed": -1}, "seed must be in"),
+        ({"seed": 2**64}, "seed must be in"),
+        ({"stop": ["a", ""]}, "stop must be non-empty strings, got ''"),
+        ({"stop": [5]}, "stop must be non-empty strings, got 5"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids must be an integer, got 'a'"),
+    ],
+)
+def test_sampling_parameters_out_of_range_are_refused(values, error):
+    """C44: NaN, negative and infinite temperatures (vllm#1623)."""
+    with pytest.raises((ValueError, TypeError), match=error):
+        SamplingParams(**values)
+
+
+def test_sampling_parameters_at_the_edges_are_accepted(llm):
+    for values in ({"temperature": 1e-8}, {"top_p": 1e-6}, {"top_k": -1}, {"top_k": 2**31 - 1}, {"seed": 2**64 - 1},
+                   {"max_tokens": None}, {"max_tokens": 10**6}, {"stop": None}, {"temperature": 1000}):  # fmt: skip
+        (output,) = generate(llm, [[5, 6]], SamplingParams(**values))
+        assert output.outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size must be 1, got 2"),
+        ({"page_size": 0}, "page_size must be a positive integer, got 0"),
+        ({"num_pages": -1}, "num_pages must be a positive integer, got -1"),
+        ({"max_num_seqs": True}, "max_num_seqs must be a positive integer, got True"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens must be a positive integer, got 0"),
+        ({"max_model_len": 0}, "max_model_len must be a positive integer, got 0"),
+        ({"memory_fraction": 0}, r"memory_fraction must be in \(0, 1\], got 0"),
+        ({"memory_fraction": 1.5}, r"memory_fraction must be in \(0, 1\], got 1.5"),
+        ({"pin_fraction": -1}, r"pin_fraction must be in \(0, 1\], got -1"),
+        ({"schedule_policy": "luck"}, "schedule_policy must be one of fifo.*, got 'luck'"),
+        ({"dtype": "float8"}, "dtype must be auto, float32, bfloat16, float16, got 'float8'"),
+        ({"device": "abacus"}, "no device 'abacus': JAX has .*cpu"),
+        ({"attention": "guess"}, "guess"),
+        ({"load_format": "guess"}, "guess"),
+    ],
+)
+def test_options_that_make_no_engine_are_refused(options, error):
+    with pytest.raises((ValueError, TypeError), match=error):
+        LLM(tiny_folder(), use_tqdm=False, **options)
+
+
+def test_a_tokenizer_that_does_not_fit_the_model_is_refused(tmp_path):
+    """Ids past the embedding take another token's row: trl#3425, vllm#9634 (C79)."""
+    small = write_checkpoint(tmp_path, tiny_config(vocab_size=200), tiny_weights(tiny_config(vocab_size=200)))
+    with pytest.raises(ValueError, match="the tokenizer does not fit the model: its highest id is 271"):
+        LLM(small, use_tqdm=False)
+    with pytest.raises(ValueError, match="the tokenizer does not fit the model"):
+        LLM(small, tokenizer=tiny_folder(), use_tqdm=False)
+
+
+def test_a_model_without_a_tokenizer_takes_token_ids_alone():
+    with compiling_once():
+        llm = LLM(tiny_config(), load_format="dummy", use_tqdm=False, **SMALL)
+    assert (
+        tokens_of(generate(llm, [[5, 6, 7]], greedy(3)))[0] and generate(llm, [[5]], greedy(3))[0].outputs[0].text == ""
+    )
+    outputs = generate(llm, ["text", {"messages": []}, [5]], [greedy(), greedy(), greedy(stop="a")], on_error="return")
+    why = "text needs a tokenizer, and this model was loaded without one: give token ids"
+    assert [output.error for output in outputs] == [
+        why,
+        why,
+        "stop strings need a tokenizer, and this model was loaded without one",
+    ]
+
+
+def test_no_memory_for_one_page_is_said_in_bytes():
+    """The pool is sized without what else needs memory, and fails at the first large step: vllm#54383 (C40)."""
+    with pytest.raises((MemoryError, ValueError), match=r"no memory for one page: a page takes [\d,]+ bytes"):
+        LLM(tiny_folder(), use_tqdm=False, memory_fraction=1e-15, max_num_seqs=1, max_num_batched_tokens=1)

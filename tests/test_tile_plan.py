@@ -1,0 +1,160 @@
+"""The tile plan against a count of every (token, position) pair, in capacities that hold every legal plan."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prefix_jax.step_batch import Batcher, Bucket, Tiling, make_buckets
+from prefix_jax.tile_plan import RANGE_STEP, TilePlan, TileShape, tile_plan
+
+TILINGS = [Tiling(4), Tiling(32), Tiling(8, 64, 32), Tiling(16, 528, 264), Tiling(1, 16, 16, max_splits=4)]
+
+
+@st.composite
+def plans(draw):
+    """Settings of the buckets, and the chunks (row, start, length) of a legal plan."""
+    max_num_seqs = draw(st.integers(1, 12))
+    budget = draw(st.integers(max_num_seqs, 90))
+    settings = max_num_seqs, budget, draw(st.sampled_from([1, 2])), draw(st.sampled_from(TILINGS))
+    chunks, left = [], draw(st.integers(1, budget))
+    for row in draw(st.permutations(range(max_num_seqs))):
+        if left:
+            length = min(left, draw(st.sampled_from([1, 1, 2, 3, 5, 17, 33, 64])))
+            chunks.append((row, draw(st.sampled_from([0, 1, 63, 64, 200, 255, 256, 700, 3000])), length))
+            left -= length
+    return settings, chunks
+
+
+def bucket_for(buckets: list[Bucket], chunks) -> Bucket:
+    num_tokens = sum(length for _, _, length in chunks)
+    fitting = [b for b in buckets if b.num_tokens >= num_tokens and (b.takes_chunks or num_tokens == len(chunks))]
+    return min(fitting, key=lambda bucket: (bucket.num_tokens, bucket.takes_chunks))
+
+
+def plan_of(bucket: Bucket, chunks) -> TilePlan:
+    rows, starts, lengths = np.array(chunks, np.int64).reshape(-1, 3).T
+    return tile_plan(
+        rows, starts, lengths, num_tokens=bucket.num_tokens, shapes=bucket.shapes, num_partials=bucket.num_partials
+    )
+
+
+def tiles_of_tokens(plan: TilePlan, num_tokens: int) -> list[list[tuple[int, int, int, int]]]:
+    """For each token what reads it: (start, end, row, partial), in position order."""
+    found = [[] for _ in range(num_tokens)]
+    for tiles in plan.lists:
+        for n, r in zip(*np.nonzero(tiles.token < num_tokens), strict=True):
+            what = tiles.start[n], tiles.end[n], tiles.row[n], tiles.partial[n, r]
+            found[tiles.token[n, r]].append(tuple(int(value) for value in what))
+    return [sorted(reads) for reads in found]
+
+
+@given(plans())
+@settings(max_examples=300, deadline=None)
+def test_every_position_is_read_once_by_every_token_that_may_see_it(drawn):
+    bucket, chunks = bucket_for(make_buckets(*drawn[0]), drawn[1]), drawn[1]
+    plan = plan_of(bucket, chunks)
+    reads = tiles_of_tokens(plan, bucket.num_tokens)
+    token = 0
+    for row, start, length in chunks:
+        for position in range(start, start + length):
+            assert {read[2] for read in reads[token]} == {row}
+            assert reads[token][0][0] == 0
+            assert reads[token][-1][1] > position
+            assert all(a[1] == b[0] for a, b in zip(reads[token], reads[token][1:], strict=False)), "no gap, no overlap"
+            assert all(begin < end for begin, end, _, _ in reads[token])
+            assert all(begin % RANGE_STEP == 0 for begin, _, _, _ in reads[token])
+            assert reads[token][-1][1] <= start + length, "nothing behind the chunk, which nobody may have written"
+            token += 1
+    assert not any(reads[token:]), "padding is read by nobody"
+
+
+@given(plans())
+@settings(max_examples=300, deadline=None)
+def test_partial_results_of_a_token_follow_one_another_and_are_its_own(drawn):
+    bucket, chunks = bucket_for(make_buckets(*drawn[0]), drawn[1]), drawn[1]
+    plan = plan_of(bucket, chunks)
+    reads = tiles_of_tokens(plan, bucket.num_tokens)
+    merged = {
+        int(token): list(range(first, first + count))
+        for token, first, count in zip(plan.merge.token, plan.merge.first, plan.merge.count, strict=True)
+    }
+    cut = {token: [read[3] for read in tiles] for token, tiles in enumerate(reads) if len(tiles) > 1}
+    assert merged == cut, "exactly the cut tokens are merged, in position order"
+    assert len(merged) == len(plan.merge.token), "each once"
+    ids = [partial for partials in merged.values() for partial in partials]
+    assert len(set(ids)) == len(ids)
+    assert all(0 <= partial < bucket.num_partials for partial in ids)
+    assert all(tiles[0][3] == bucket.num_partials for tiles in reads if len(tiles) == 1), "written to the token itself"
+
+
+@given(plans())
+@settings(max_examples=200, deadline=None)
+def test_padding_tiles_are_empty(drawn):
+    bucket, chunks = bucket_for(make_buckets(*drawn[0]), drawn[1]), drawn[1]
+    for tiles, shape in zip(plan_of(bucket, chunks).lists, bucket.shapes, strict=True):
+        assert tiles.token.shape == tiles.partial.shape == (shape.tiles, shape.rows)
+        padding = (tiles.token == bucket.num_tokens).all(axis=1)
+        assert (tiles.token >= 0).all()
+        assert (tiles.token <= bucket.num_tokens).all()
+        for values in (tiles.row, tiles.start, tiles.end):
+            assert values.shape == (shape.tiles,)
+            assert (values[padding] == 0).all()
+        assert (tiles.partial[tiles.token == bucket.num_tokens] == bucket.num_partials).all()
+
+
+@given(plans(), st.randoms(use_true_random=False))
+@settings(max_examples=200, deadline=None)
+def test_how_a_range_is_cut_depends_on_the_bucket_and_the_range_alone(drawn, rng):
+    bucket, chunks = bucket_for(make_buckets(*drawn[0]), drawn[1]), drawn[1]
+    chunk = rng.choice(chunks)
+    alone = tiles_of_tokens(plan_of(bucket, [chunk]), bucket.num_tokens)[: chunk[2]]
+    before = sum(length for _, _, length in chunks[: chunks.index(chunk)])
+    among = tiles_of_tokens(plan_of(bucket, chunks), bucket.num_tokens)[before : before + chunk[2]]
+    assert [[read[:3] for read in token] for token in alone] == [[read[:3] for read in token] for token in among]
+
+
+@pytest.mark.parametrize("end", [1, 255, 256, 511, 512, 513, 1281, 4096, 8193, 100_000])
+@pytest.mark.parametrize("splits", [1, 2, 5, 32])
+def test_cut_ranges_are_long_enough_to_be_worth_it(end, splits):
+    shape = TileShape(splits, 1, splits)
+    plan = tile_plan(
+        np.array([0]), np.array([end - 1]), np.array([1]), num_tokens=1, shapes=(shape,), num_partials=splits
+    )
+    reads = tiles_of_tokens(plan, 1)[0]
+    assert len(reads) <= splits
+    assert all(stop - start >= shape.min_range for start, stop, _, _ in reads[:-1])
+    assert len(reads) > 1 or splits == 1 or end < 2 * shape.min_range
+
+
+@pytest.mark.parametrize("tiling", TILINGS)
+@pytest.mark.parametrize(("max_num_seqs", "budget"), [(1, 1), (1, 7), (3, 3), (8, 64), (5, 100)])
+def test_the_fullest_plans_fit(tiling, max_num_seqs, budget):
+    """All chunks of one token, all of two, one chunk of everything, and tiles that are each one token too long."""
+    buckets = make_buckets(max_num_seqs, budget, 1, tiling)
+    far = 10_000
+    shapes = [[1] * max_num_seqs, [budget], [2] * min(max_num_seqs, budget // 2)]
+    wide = [tiling.wide_rows + 1] * min(max_num_seqs, budget // (tiling.wide_rows + 1))
+    shapes += [wide, [*wide, budget - sum(wide)]] if wide and len(wide) < max_num_seqs else [wide]
+    for lengths in shapes:
+        chunks = [(row, far, length) for row, length in enumerate(lengths) if length]
+        if chunks:
+            bucket = bucket_for(buckets, chunks)
+            reads = tiles_of_tokens(plan_of(bucket, chunks), bucket.num_tokens)
+            assert sum(map(bool, reads)) == sum(lengths)
+
+
+def test_the_bucket_is_the_smallest_that_takes_the_plan():
+    buckets = make_buckets(32, 512, 2, Tiling(64), step=8)
+    assert [bucket.name for bucket in buckets] == [
+        "decode_1", "decode_8", "decode_32", "mixed_16", "mixed_128", "mixed_512",
+    ]  # fmt: skip
+    assert Batcher(buckets, 32, 4).decode == buckets[:3]
+
+
+def test_the_number_of_buckets_grows_with_the_logarithm():
+    """C36: far too many shapes are compiled and start-up takes minutes (vllm#14510)."""
+    buckets = make_buckets(256, 8192, 8, Tiling(32, 528, 264))
+    assert len(buckets) == 9 + 10
+    assert len({bucket.name for bucket in buckets}) == len(buckets)
+    assert max(bucket.packed_len for bucket in buckets) * 4 < 4 * 2**20, "one transfer of a few MB at most"
