@@ -252,10 +252,11 @@ class Engine:
             return (sequence.text or "") + decoder.flush()
         if self.tokenizer is None:
             return ""
-        decoder, token_ids = self._decoder(sequence), sequence.output_token_ids
+        token_ids = sequence.output_token_ids
         if sequence.finish_reason == "stop":
             token_ids.pop()  # the token that ended it is no text
-        return "".join(map(decoder.push, token_ids)) + decoder.flush()
+        request = sequence.request
+        return self.tokenizer.decode_output(request.prompt_token_ids, token_ids, request.sampling.skip_special_tokens)
 
     def _decoder(self, sequence: Sequence) -> IncrementalDecoder:
         request = sequence.request
