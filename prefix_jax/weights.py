@@ -5,7 +5,7 @@ converted there. The host never holds more than the tensors of one parameter.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,13 @@ from prefix_jax.checkpoint import CheckpointError, GgufFile, read_gguf, read_jso
 from prefix_jax.models.llama import Llama, LlamaConfig
 
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
-FILE_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+FILE_DTYPES = ("BF16", "F16", "F32", "F64")
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ROPE_DIVISORS = "rope_freqs.weight"  # GGUF: one divisor per RoPE frequency, where the model scales them
 REDUNDANT_SUFFIX = "rotary_emb.inv_freq"  # a buffer that follows from the config
 
 ModelSource = str | Path | Mapping[str, Any] | LlamaConfig
-Shapes = dict[str, tuple[int, ...]]
+Shape = tuple[int, ...]
 
 
 def read_config(source: ModelSource, load_format: str = "auto") -> LlamaConfig:
@@ -47,7 +47,7 @@ def checkpoint_dtype(source: ModelSource, load_format: str = "auto") -> jnp.dtyp
         config = {} if kind == "gguf" else _hf_config(path)
     name = config.get("dtype") or config.get("torch_dtype")
     if name is None:
-        name = _Safetensors(path).dtypes.get(EMBED) if kind == "safetensors" else "bfloat16"
+        name = _safetensors(path)[EMBED].dtype if kind == "safetensors" else "bfloat16"
     if name not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"{source}: unknown dtype {name!r}; known: float32, bfloat16, float16")
     return jnp.dtype(name)
@@ -68,11 +68,12 @@ def load_model(
     model = Llama(config, dtype=dtype)
     parameters = list(_parameters(model))
     wanted = {name: shape for _, shapes, _ in parameters for name, shape in shapes.items()}
-    checkpoint = _Gguf(read_gguf(path), config, wanted) if kind == "gguf" else _Safetensors(path)
-    _check_tensors(checkpoint, wanted)
-    for parameter, shapes, convert in parameters:
+    stored = _gguf_tensors(read_gguf(path), config, wanted) if kind == "gguf" else _safetensors(path)
+    _check_tensors(stored, wanted)
+    for parameter, names, convert in parameters:
         # Each is waited for: what is still to be copied to the device would pile up on the host.
-        parameter.set_value(jax.block_until_ready(convert(*map(checkpoint.read, shapes), dtype=dtype)))
+        tensors = [stored[name].read() for name in names]
+        parameter.set_value(jax.block_until_ready(convert(*tensors, dtype=dtype)))
     return model
 
 
@@ -83,17 +84,12 @@ def _locate(source: str | Path, load_format: str) -> tuple[str, Path]:
     path = Path(source)
     if not path.exists():
         raise CheckpointError(f"{path} does not exist")
-    if path.is_file():
-        kind = {".gguf": "gguf", ".json": "dummy"}.get(path.suffix)
-        if kind is None or load_format not in ("auto", "dummy", kind):
-            raise CheckpointError(f"{path} is no folder, GGUF file or config.json (load_format {load_format!r})")
-        return kind, path
-    gguf_files = sorted(path.glob("*.gguf"))
+    gguf_files = [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf"))
     if load_format == "gguf" or (gguf_files and not (path / "config.json").exists()):
         if len(gguf_files) != 1:
             raise CheckpointError(f"want one GGUF file in {path}, got {len(gguf_files)}; pass the path of one")
         return "gguf", gguf_files[0]
-    return ("dummy" if load_format == "dummy" else "safetensors"), path
+    return ("safetensors" if path.is_dir() and load_format != "dummy" else "dummy"), path
 
 
 def _hf_config(path: Path) -> dict[str, Any]:
@@ -112,7 +108,7 @@ def _fused(*tensors, rows=(-1,), axis=0, dtype):
     return jnp.moveaxis(jnp.concatenate(parts, axis), -1, 0)
 
 
-def _parameters(model: Llama) -> Iterator[tuple[nnx.Param, Shapes, Callable[..., jax.Array]]]:
+def _parameters(model: Llama) -> Iterator[tuple[nnx.Param, dict[str, Shape], Callable[..., jax.Array]]]:
     """(parameter, shapes of its tensors by name, how they become it), in the order of a checkpoint."""
     config = model.config
     width, mlp_width = config.hidden_size, config.intermediate_size
@@ -137,55 +133,67 @@ def _parameters(model: Llama) -> Iterator[tuple[nnx.Param, Shapes, Callable[...,
         yield model.lm_head, {HEAD: (config.vocab_size, width)}, _fused
 
 
-def _check_tensors(checkpoint: "_Safetensors | _Gguf", wanted: Shapes) -> None:
-    got = checkpoint.shapes
-    left_over = {name for name in got.keys() - wanted.keys() if not name.endswith(REDUNDANT_SUFFIX)}
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a checkpoint, by what its file says. `read` gives its values; the device converts them."""
+
+    file: Path
+    shape: Shape
+    dtype: str
+    read: Callable[[], np.ndarray]
+
+
+def _check_tensors(stored: Mapping[str, StoredTensor], wanted: Mapping[str, Shape]) -> None:
+    left_over = {name for name in stored.keys() - wanted.keys() if not name.endswith(REDUNDANT_SUFFIX)}
     # A tied checkpoint may store its head once more; one that differs would be dropped silently.
-    if HEAD in left_over and np.array_equal(checkpoint.read(HEAD), checkpoint.read(EMBED)):
+    if HEAD in left_over and EMBED in stored and np.array_equal(stored[HEAD].read(), stored[EMBED].read()):
         left_over.remove(HEAD)
-    faults = [f"{name} is missing" for name in wanted if name not in got]
-    faults += [f"{checkpoint.files[name]}: {name} is not used by this model" for name in sorted(left_over)]
+    faults = [f"{name} is missing" for name in wanted if name not in stored]
+    faults += [f"{stored[name].file}: {name} is not used by this model" for name in sorted(left_over)]
     faults += [
-        f"{checkpoint.files[name]}: {name} has shape {got[name]}, the config wants {shape}"
-        for name, shape in wanted.items()
-        if got.get(name, shape) != shape
+        f"{tensor.file}: {name} has shape {tensor.shape}, the config wants {wanted[name]}"
+        for name, tensor in stored.items()
+        if tensor.shape != wanted.get(name, tensor.shape)
     ]
     if faults:
         raise CheckpointError("the checkpoint does not fit its config:\n  " + "\n  ".join(faults))
 
 
-class _Safetensors:
-    """Tensors of one or many safetensors files. CheckpointError names a file that is missing or cut short."""
+def _safetensors(folder: Path) -> dict[str, StoredTensor]:
+    """Tensors of one or many files. CheckpointError names a file that is missing or cut short."""
+    indices = sorted(folder.glob("*.safetensors.index.json"))[:1]
+    index = {name: folder / file for path in indices for name, file in read_json(path)["weight_map"].items()}
+    stored: dict[str, StoredTensor] = {}
+    for path in sorted(set(index.values())) or [_only_file(folder)]:
+        stored |= _tensors_of_file(path)
+    if absent := [
+        f"{name} in {path}" for name, path in index.items() if name not in stored or stored[name].file != path
+    ]:
+        raise CheckpointError(f"the index names tensors their files lack: {', '.join(absent)}")
+    return stored
 
-    def __init__(self, folder: Path):
-        self.files: dict[str, Path] = {}
-        self.shapes: Shapes = {}
-        self.dtypes: dict[str, str] = {}
-        indices = sorted(folder.glob("*.safetensors.index.json"))[:1]
-        index = {name: folder / file for path in indices for name, file in read_json(path)["weight_map"].items()}
-        for path in sorted(set(index.values())) or [_only_file(folder)]:
-            self._add(path)
-        if absent := [f"{name} in {path}" for name, path in index.items() if self.files.get(name) != path]:
-            raise CheckpointError(f"the index names tensors their files lack: {', '.join(absent)}")
 
-    def _add(self, path: Path) -> None:
-        if not path.exists():
-            raise CheckpointError(f"{path} is missing")
-        try:
-            with safe_open(path, "numpy") as file:
-                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-        except SafetensorError as error:
-            raise CheckpointError(f"{path} is damaged or cut short: {error}") from error
-        for name, tensor in slices.items():
-            if (dtype := tensor.get_dtype()) not in FILE_DTYPES and not name.endswith(REDUNDANT_SUFFIX):
-                raise CheckpointError(f"{path}: {name}: unknown dtype {dtype}; known: {', '.join(FILE_DTYPES)}")
-            self.files[name], self.shapes[name] = path, tuple(tensor.get_shape())
-            self.dtypes[name] = FILE_DTYPES.get(dtype, dtype)
-
-    def read(self, name: str) -> np.ndarray:
-        """As it lies in the file; the device converts it. Opened anew each time, so that no read pages stay mapped."""
-        with safe_open(self.files[name], "numpy") as file:
+def _tensors_of_file(path: Path) -> dict[str, StoredTensor]:
+    def read(name: str) -> np.ndarray:
+        with safe_open(path, "numpy") as file:  # opened anew each time, so that no read pages stay mapped
             return file.get_tensor(name)
+
+    if not path.exists():
+        raise CheckpointError(f"{path} is missing")
+    try:
+        with safe_open(path, "numpy") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+    except SafetensorError as error:
+        raise CheckpointError(f"{path} is damaged or cut short: {error}") from error
+    for name, tensor in slices.items():
+        if tensor.get_dtype() not in FILE_DTYPES and not name.endswith(REDUNDANT_SUFFIX):
+            raise CheckpointError(
+                f"{path}: {name}: unknown dtype {tensor.get_dtype()}; known: {', '.join(FILE_DTYPES)}"
+            )
+    return {
+        name: StoredTensor(path, tuple(tensor.get_shape()), tensor.get_dtype(), partial(read, name))
+        for name, tensor in slices.items()
+    }
 
 
 def _only_file(folder: Path) -> Path:
@@ -198,75 +206,60 @@ def _only_file(folder: Path) -> Path:
     return files[0]
 
 
-class _Gguf:
-    """Tensors of a GGUF file under their Hugging Face names, with llama.cpp's order of RoPE rows undone."""
+def _gguf_tensors(file: GgufFile, config: LlamaConfig, wanted: Iterable[str]) -> dict[str, StoredTensor]:
+    """Tensors under their Hugging Face names, with llama.cpp's order of RoPE rows undone; float32 once read."""
+    from gguf import MODEL_ARCH, dequantize, get_tensor_name_map
 
-    def __init__(self, file: GgufFile, config: LlamaConfig, wanted: Iterable[str]):
-        from gguf import MODEL_ARCH, get_tensor_name_map
+    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
 
-        names = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_layers)
-        hf_names = {f"{names.get_name(name.removesuffix('.weight'))}.weight": name for name in wanted}
-        # A tensor the model does not want keeps its own name, and counts as left over.
-        self._stored = {hf_names.get(name, name): name for name in file.tensors if name != ROPE_DIVISORS}
-        self._file = file
-        self._heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
-        self.files = dict.fromkeys(self._stored, file.path)
-        self.shapes = {name: _gguf_shape(file, stored) for name, stored in self._stored.items()}
+    def read(name: str, tensor: Any) -> np.ndarray:
+        try:
+            weight = np.asarray(dequantize(tensor.data, tensor.tensor_type))
+        except NotImplementedError as error:
+            raise CheckpointError(f"{file.path}: {tensor.name}: {error}") from error
+        if (num_heads := heads.get(name.split(".")[-2])) is None:
+            return weight
+        neighbours = weight.reshape(num_heads, -1, 2, weight.shape[1])  # RoPE pairs lie together, not in halves
+        return neighbours.swapaxes(1, 2).reshape(weight.shape)
 
-    def read(self, name: str) -> np.ndarray:
-        """Dequantised to float32, but in the file's own dtype where that is one of numpy's."""
-        tensor = _dequantised(self._file, self._stored[name])
-        if (heads := self._heads.get(name.split(".")[-2])) is not None:
-            neighbours = tensor.reshape(heads, -1, 2, tensor.shape[1])  # RoPE pairs lie together, not in halves
-            tensor = neighbours.swapaxes(1, 2).reshape(tensor.shape)
-        return tensor
-
-
-def _gguf_shape(file: GgufFile, name: str) -> tuple[int, ...]:
-    return tuple(reversed(file.tensors[name].shape.tolist()))
+    names = get_tensor_name_map(MODEL_ARCH.LLAMA, config.num_layers)
+    hf_names = {names.get_name(name, try_suffixes=(".weight",)): name for name in wanted}
+    tensors = {hf_names.get(name, name): tensor for name, tensor in file.tensors.items() if name != ROPE_DIVISORS}
+    return {
+        name: StoredTensor(
+            file.path, tuple(tensor.shape[::-1].tolist()), tensor.tensor_type.name, partial(read, name, tensor)
+        )
+        for name, tensor in tensors.items()
+    }
 
 
-def _dequantised(file: GgufFile, name: str) -> np.ndarray:
-    from gguf import dequantize
-
-    tensor = file.tensors[name]
-    try:
-        return np.asarray(dequantize(tensor.data, tensor.tensor_type))
-    except NotImplementedError as error:
-        raise CheckpointError(f"{file.path}: {name}: {error}") from error
+_GGUF_CONFIG = {  # key of config.json: key of a GGUF file, after "llama."
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+}
 
 
 def _gguf_config(file: GgufFile) -> LlamaConfig:
     """Goes through the keys of a Hugging Face config, whose checks then hold for both."""
-    architecture = file.metadata.get("general.architecture")
-    if architecture != "llama":
-        raise CheckpointError(f"{file.path}: unknown GGUF architecture {architecture!r}; known: llama")
-
-    def value(key: str, default: Any = None) -> Any:
-        return file.metadata.get(f"llama.{key}", default)
-
-    for key, known in (("rope.scaling.type", (None, "none")), ("expert_count", (None, 0))):
-        if value(key) not in known:
-            raise CheckpointError(f"{file.path}: llama.{key} = {value(key)!r} is not supported; known: {known[1]!r}")
-    config = LlamaConfig.from_hf(
-        {
-            "vocab_size": _gguf_shape(file, "token_embd.weight")[0] if "token_embd.weight" in file.tensors else None,
-            "hidden_size": value("embedding_length"),
-            "intermediate_size": value("feed_forward_length"),
-            "num_hidden_layers": value("block_count"),
-            "num_attention_heads": value("attention.head_count"),
-            "num_key_value_heads": value("attention.head_count_kv"),
-            "head_dim": value("attention.key_length"),
-            "max_position_embeddings": value("context_length", 2048),
-            "rms_norm_eps": value("attention.layer_norm_rms_epsilon", 1e-5),
-            "rope_theta": value("rope.freq_base", 10000.0),
-            "tie_word_embeddings": "output.weight" not in file.tensors,
-            "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
-            "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
-        }
-    )
-    if (turned := value("rope.dimension_count", config.head_dim)) != config.head_dim:
+    metadata, tensors = file.metadata, file.tensors
+    supported = {"general.architecture": "llama", "llama.rope.scaling.type": "none", "llama.expert_count": 0}
+    for key, known in supported.items():
+        if (got := metadata.get(key, known)) != known:
+            raise CheckpointError(f"{file.path}: {key} = {got!r} is not supported; known: {known!r}")
+    values = {key: metadata.get(f"llama.{gguf_key}") for key, gguf_key in _GGUF_CONFIG.items()}
+    values["vocab_size"] = int(tensors["token_embd.weight"].shape[1]) if "token_embd.weight" in tensors else None
+    values["tie_word_embeddings"] = "output.weight" not in tensors
+    values |= {f"{kind}_token_id": metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("bos", "eos")}
+    config = LlamaConfig.from_hf(values)
+    if (turned := metadata.get("llama.rope.dimension_count", config.head_dim)) != config.head_dim:
         raise CheckpointError(f"{file.path}: RoPE over {turned} of {config.head_dim} dimensions is not supported")
-    if ROPE_DIVISORS not in file.tensors:
+    if ROPE_DIVISORS not in tensors:
         return config
-    return replace(config, rope_divisors=tuple(_dequantised(file, ROPE_DIVISORS).tolist()))
+    return replace(config, rope_divisors=tuple(tensors[ROPE_DIVISORS].data.tolist()))

@@ -1,4 +1,5 @@
-"""Writes benchmarks/results/NAME.json, the one form in which figures are committed, and renders it as a table."""
+"""Writes benchmarks/results/NAME.json, the one form in which figures are committed. Run alone, it puts them all into the
+README, so that nobody types a number."""
 
 import dataclasses
 import datetime
@@ -14,6 +15,8 @@ from pathlib import Path
 import jax
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+README = FOLDER.parents[1] / "README.md"
+START, END = "<!-- measured: scripts/results.py writes this -->", "<!-- end -->"
 PACKAGES = ("prefix-jax", "jax", "jaxlib", "flax", "numpy")
 
 
@@ -113,8 +116,17 @@ def device_name(platform: str | None = None) -> str:
     return processor_name() if device.platform == "cpu" else device.device_kind
 
 
+def render_readme(text: str, folder: Path = FOLDER) -> str:
+    """The README with the tables of all result files between its two markers."""
+    before, _, rest = text.partition(START)
+    _, _, after = rest.partition(END)
+    tables = []
+    for path in sorted(folder.glob("*.json")):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        rows = [Figure(**row) for row in content["rows"]]
+        tables.append(f"`{content['command']}`, {content['device']}, {content['date']}:\n\n{table(rows)}")
+    return f"{before}{START}\n{chr(10).join(f'{block}{chr(10)}' for block in tables)}{END}{after}"
+
+
 if __name__ == "__main__":
-    for path in sorted(map(Path, sys.argv[1:]) if sys.argv[1:] else FOLDER.glob("*.json")):
-        content = json.loads(path.read_text())
-        print(f"\n{path.stem}: {content['device']}, {content['date']}, `{content['command']}`\n")
-        print(table([Figure(**row) for row in content["rows"]]))
+    README.write_text(render_readme(README.read_text(encoding="utf-8")), encoding="utf-8")

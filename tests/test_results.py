@@ -35,3 +35,8 @@ def test_a_results_file_has_the_one_form_and_its_last_printed_line_is_its_conten
 def test_results_are_reached_when_every_must_is(tmp_path):
     rows = [Figure("time", 2.5, "ms", must=2.5), Figure("speed", 3, "x", must=3, better="higher"), Figure("n", 1, "")]
     assert results.write_results("x", rows, folder=tmp_path) is True
+
+
+def test_the_readme_shows_what_the_result_files_say():
+    text = results.README.read_text(encoding="utf-8")
+    assert results.START in text and results.render_readme(text) == text
