@@ -1,4 +1,4 @@
-"""Logits -> tokens without a sort: thresholds found bit by bit, Gumbel noise, argmax. Rows that ask for nothing pay nothing.
+"""Logits -> tokens without a sort: thresholds found bit by bit, Gumbel noise, argmax. Rows that do not ask do not pay.
 
 A row's noise is Threefry of (its key, the token id): it depends on no neighbour and on no padding.
 """
@@ -25,8 +25,8 @@ def lowest_kept(
     *,
     implementation: str,
 ) -> Float[Array, " B"]:
-    """The smallest logit of each row that sampling may choose: of the k largest, then of the smallest set of these with a
-    mass of at least p at this temperature; ties stay. top_k 0 and top_p 1 are off; -inf where both are."""
+    """The smallest logit of each row that sampling may choose: of the k largest, then of the smallest set of these with
+    a mass of at least p at this temperature; ties stay. top_k 0 and top_p 1 are off; -inf where both are."""
     if implementation == "xla":
         asks = jnp.any((top_k > 0) | (top_p < 1))
         find = jax.vmap(lambda row, t, k, p: _lowest_kept(_whole(row), t, k, p))

@@ -1,4 +1,4 @@
-"""Files that both weights and tokenizers come from, JSON and GGUF, and what is raised when they are damaged. No jax."""
+"""Files that weights and tokenizer both come from, JSON and GGUF, and what is raised when one is damaged. No jax."""
 
 import json
 from collections.abc import Mapping
@@ -12,16 +12,6 @@ class CheckpointError(ValueError):
     """A checkpoint with something missing, damaged, left over or of the wrong shape; the message names it."""
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The contents of the file. CheckpointError when it is missing or no JSON."""
-    if not path.exists():
-        raise CheckpointError(f"{path} is missing")
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
-
-
 @dataclass(frozen=True)
 class GgufFile:
     """Metadata by key, and tensors by name: `gguf.ReaderTensor`, whose quantised data lie in the mapped file."""
@@ -31,13 +21,17 @@ class GgufFile:
     tensors: Mapping[str, Any]
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The contents of the file. CheckpointError when it is missing or no JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is missing or no JSON: {error}") from error
+
+
+@lru_cache(maxsize=1)  # config, weights and tokenizer come from one file, and it takes seconds
 def read_gguf(path: Path) -> GgufFile:
-    """Takes seconds, so the last file is kept while it does not change. CheckpointError when it is damaged."""
-    return _read_gguf(path, path.stat().st_mtime_ns)
-
-
-@lru_cache(maxsize=1)
-def _read_gguf(path: Path, modified: int) -> GgufFile:
+    """CheckpointError when the file is damaged; of a file that is cut short it names the first tensor it lacks."""
     # Imported where it is used: a machine without the package still serves Hugging Face folders.
     from gguf import GGUFReader
 
@@ -52,7 +46,7 @@ def _read_gguf(path: Path, modified: int) -> GgufFile:
 
     try:
         reader = Reader(path)
-        metadata = {name: field.contents() for name, field in reader.fields.items()}
+        metadata = {key: field.contents() for key, field in reader.fields.items()}
     except (ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:
         raise CheckpointError(f"{path} is damaged, cut short or no GGUF file: {error}") from error
     if reader.byte_order != "I":

@@ -1,4 +1,4 @@
-"""The loop: admit, schedule, run, collect; one step in flight. It knows requests and tokens, not where they came from."""
+"""The loop: admit, schedule, run, collect; one step in flight. It knows requests and tokens, not their origin."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import random
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from queue import SimpleQueue
 
@@ -30,7 +31,7 @@ log = logging.getLogger(__name__)
 class EngineConfig:
     """How an engine runs, apart from what model it runs. None is chosen for the device.
 
-    page_size: positions in a page. num_pages: pages in the pool; None: what `memory_fraction` of the device leaves free.
+    page_size: positions in a page. num_pages: in the pool; None: what `memory_fraction` of the device leaves free.
     max_model_len: positions of prompt and output together; None: the model's. max_num_seqs: sequences running at once.
     max_num_batched_tokens: positions computed in one step. pin_fraction: of the pool, for declared prefixes. attention:
     the implementation, by name. check: recount the cache after every step, for debugging.
@@ -86,9 +87,7 @@ class Engine:
         rows = tile_rows(attention, model.config.group_size, model.dtype)
         tiling = tiling_for(attention, rows)
         step = 2 if on_gpu else 8  # between buckets: a CPU compiles slowly and minds padding less
-        buckets = make_buckets(
-            self.max_num_seqs, self.max_num_batched_tokens, model.config.num_kv_heads, tiling, step
-        )
+        buckets = make_buckets(self.max_num_seqs, self.max_num_batched_tokens, model.config.num_kv_heads, tiling, step)
         self.batcher = Batcher(buckets, self.max_num_seqs, max_pages=-(-self.max_model_len // config.page_size))
         started = time.monotonic()
         self.runner = Runner(
@@ -147,7 +146,7 @@ class Engine:
         self.commands.put(lambda: self._abort(request_id))
 
     def step(self) -> list[RequestOutput]:
-        """Starts the next step while the device computes the last one, then collects that one. Returns what finished."""
+        """Starts the next step while the device computes the last, then collects that one. Returns what finished."""
         while not self.commands.empty():
             self.commands.get()()
         try:
@@ -266,10 +265,8 @@ class Engine:
         """The device failed and may have lost the store, which was donated: a fresh one, an empty cache, and every
         unfinished sequence resumes by recompute with the tokens it has. A second failure in a row is raised."""
         again, self.recovering = self.recovering, True
-        try:
+        with suppress(RuntimeError):
             self._collect()  # what the step before computed is not lost
-        except RuntimeError:
-            pass
         self._start_over()
         if again:
             raise error

@@ -33,9 +33,7 @@ def make_kv_store(config: LlamaConfig, num_pages: int, page_size: int, dtype: An
     return tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_layers))
 
 
-def copy_pages(
-    store: KVStore, sources: Int[Array, " n"], targets: Int[Array, " n"], *, page_size: int
-) -> KVStore:
+def copy_pages(store: KVStore, sources: Int[Array, " n"], targets: Int[Array, " n"], *, page_size: int) -> KVStore:
     """Copies whole pages, reading all sources before any target is written. Padding copies page 0 onto itself."""
 
     def copy(slots: Array) -> Array:

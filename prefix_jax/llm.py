@@ -59,7 +59,9 @@ class LLM:
         self._device = _find_device(device)
         with self._on_device():
             self.dtype = _resolve_dtype(dtype, model, load_format)
-            weights = load_model(model, self.model_config, dtype=self.dtype, load_format=load_format, seed=config.seed or 0)
+            weights = load_model(
+                model, self.model_config, dtype=self.dtype, load_format=load_format, seed=config.seed or 0
+            )
             self.engine = Engine(weights, self.tokenizer, config, use_tqdm=use_tqdm)
         self._request_ids = itertools.count()
         self._warned_prefix_pos = False
@@ -90,8 +92,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """One result for each prompt, in the order of the prompts.
 
-        prompts: strings, lists of token ids, or dicts with `prompt`, `prompt_token_ids` or `messages` (the chat template
-        is applied), and optionally `request_id` and `cache_salt`. sampling_params: one for all or one each. prefix_pos:
+        prompts: strings, lists of token ids, or dicts with `prompt`, `prompt_token_ids` or `messages` (which go through
+        the chat template), and optionally `request_id` and `cache_salt`. sampling_params: one for all or one each. prefix_pos:
         the first so many tokens of a prompt are a prefix to keep; one for all or one (or None) each; no more than the
         prompt has. on_output is called with each result as it finishes.
 
@@ -211,7 +213,9 @@ class LLM:
             known = ("prompt", "prompt_token_ids", "messages")
             given = [key for key in known if prompt.get(key) is not None]
             if len(given) != 1 and given != ["prompt", "prompt_token_ids"]:
-                raise ValueError(f"a prompt dict needs one of {', '.join(known)}, got {', '.join(map(str, prompt)) or 'none'}")
+                raise ValueError(
+                    f"a prompt dict needs one of {', '.join(known)}, got {', '.join(map(str, prompt)) or 'none'}"
+                )
             if given == ["messages"]:
                 self._need_tokenizer()
                 text = self.tokenizer.render_chat(prompt["messages"])
@@ -235,7 +239,9 @@ class LLM:
             raise ValueError(f"prefix_pos must not be negative, got {prefix_pos}")
         if prefix_pos > prompt_len and not self._warned_prefix_pos:
             self._warned_prefix_pos = True
-            log.warning("prefix_pos %d is beyond a prompt of %d tokens: clamped, here and later", prefix_pos, prompt_len)
+            log.warning(
+                "prefix_pos %d is beyond a prompt of %d tokens: clamped, here and later", prefix_pos, prompt_len
+            )
         return min(int(prefix_pos), prompt_len)
 
 

@@ -1,4 +1,4 @@
-"""The device half of the engine: one jitted step for each bucket, and the arrays that live on the device between steps."""
+"""The device half of the engine: one jitted step for each bucket, and the arrays that stay on the device."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from pallas_kernels import Merge, Tiles, paged_attention
 from prefix_jax import kv_store
 from prefix_jax.models.llama import KVStore, Llama
 from prefix_jax.sampler import SamplingRows, sample
-from prefix_jax.step_batch import Batcher, Bucket, StepBatch
 from prefix_jax.scheduler import StepPlan
+from prefix_jax.step_batch import Batcher, Bucket, StepBatch
 
 COPY_GROUP = 16  # page copies in one launch
 CHANGE_GROUP = 4096  # page table changes in one launch, before the step
@@ -83,14 +83,19 @@ class Runner:
     # ------------------------------------------------------------------------------------------------------------------
 
     def lower(self, bucket: Bucket, num_pages: int, platforms: tuple[str, ...] | None = None) -> Any:
-        """The step of one bucket over a store of `num_pages`, lowered but not compiled; None: for the device at hand."""
+        """The step of one bucket over a store of `num_pages`, lowered but not compiled; None: for this device."""
         store = jax.eval_shape(
             functools.partial(kv_store.make_kv_store, self.config, num_pages, self.page_size, self.dtype)
         )
         rows = self.batcher.max_num_seqs + 1
         int32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
         step_of_bucket = functools.partial(
-            step, graph=self.graph, param_tree=self.param_tree, bucket=bucket, page_size=self.page_size, attention=self.attention
+            step,
+            graph=self.graph,
+            param_tree=self.param_tree,
+            bucket=bucket,
+            page_size=self.page_size,
+            attention=self.attention,
         )
         jitted = jax.jit(step_of_bucket, donate_argnames=("store", "page_table"))
         traced = jitted.trace(

@@ -19,7 +19,7 @@ GREEDY_BELOW = 1e-5  # a temperature this small is greedy: dividing by it only o
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class SamplingRows:
-    """Each row's parameters. temperature 0 is greedy, top_k 0 is off, top_p 1 is off. position: of the token sampled."""
+    """Each row's parameters. temperature 0 is greedy, top_k 0 is off, top_p 1 is off. position: of the new token."""
 
     temperature: Float[Array, " B"]
     top_k: Int[Array, " B"]

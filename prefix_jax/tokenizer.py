@@ -17,7 +17,6 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from prefix_jax.checkpoint import read_gguf, read_json
 
-SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 GGUF_PRE_TOKENIZERS = ("default", "gpt-2", "smollm")
 
 _CONTROL, _USER_DEFINED = 3, 4  # GGUF token types
@@ -53,30 +52,21 @@ class Tokenizer:
         self._processor_adds_bos = self.bos_id is not None and backend.encode("a").ids[:1] == [self.bos_id]
         self._add_bos = self.bos_id is not None and (self._processor_adds_bos if add_bos is None else add_bos)
         # SentencePiece spells unknown characters in tokens of one byte; GPT-2's BPE has bytes for an alphabet.
-        byte_ids = (backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256))
-        self._byte_ids = frozenset(token_id for token_id in byte_ids if token_id is not None)
+        self._byte_ids = {backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256)} - {None}
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
-        """From a Hugging Face folder, a tokenizer.json, a GGUF file, or a folder with one GGUF file.
-
-        ValueError says what is missing, or which kind of tokenizer is unknown.
-        """
+        """From a Hugging Face folder, a GGUF file, or a folder with one. ValueError says what is missing or unknown."""
         path = Path(path)
-        if path.suffix == ".gguf":
-            return _from_gguf(path)
-        if path.is_file():
-            return cls(_read_backend(path))
         if (path / "tokenizer.json").exists():
             return _from_folder(path)
-        if len(gguf_files := sorted(path.glob("*.gguf"))) == 1:
+        gguf_files = [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf"))
+        if len(gguf_files) == 1:
             return _from_gguf(gguf_files[0])
-        if (path / "tokenizer.model").exists():
-            raise ValueError(
-                f"{path} has tokenizer.model but no tokenizer.json; convert it once with transformers: "
-                f"AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained({str(path)!r})"
-            )
-        raise ValueError(f"no tokenizer.json in {path}")
+        raise ValueError(
+            f"no tokenizer.json in {path}; where there is a tokenizer.model, convert it once with transformers: "
+            f"AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained({str(path)!r})"
+        )
 
     @cached_property
     def vocab_size(self) -> int:
@@ -210,38 +200,33 @@ class IncrementalDecoder:
 
 def _certain(text: str, max_unfinished: int) -> str:
     """The text without the replacements at its end that more bytes could still turn into a character."""
-    end = len(text)
-    while end > max(0, len(text) - max_unfinished) and text[end - 1] == _REPLACEMENT:
-        end -= 1
-    return text[:end]
+    return text[: max(len(text.rstrip(_REPLACEMENT)), len(text) - max_unfinished)]
 
 
-def _read_backend(path: Path) -> tokenizers.Tokenizer:
+def _from_folder(folder: Path) -> Tokenizer:
+    path = folder / "tokenizer.json"
     try:
         backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises plain Exception
         raise ValueError(f"{path} is not a readable tokenizer.json: {error}") from error
     backend.no_truncation()  # both belong to training
     backend.no_padding()
-    return backend
-
-
-def _from_folder(folder: Path) -> Tokenizer:
-    backend = _read_backend(folder / "tokenizer.json")
     names = ("tokenizer_config.json", "config.json", "generation_config.json")
     config, *model_configs = (read_json(folder / name) if (folder / name).exists() else {} for name in names)
-    _add_missing_tokens(backend, config.get("added_tokens_decoder") or {})
+    for token_id, token in (config.get("added_tokens_decoder") or {}).items():
+        if (got := backend.token_to_id(token["content"])) != int(token_id):
+            raise ValueError(f"{path} gives {token['content']!r} id {got}, tokenizer_config.json says {token_id}")
     special_tokens = {
         name: value["content"] if isinstance(value, Mapping) else value
-        for name in SPECIAL_NAMES
-        if (value := config.get(name)) is not None
+        for name, value in config.items()
+        if name.endswith("_token") and isinstance(value, (str, Mapping))
     }
     stated_eos = [model_config.get("eos_token_id") for model_config in model_configs]
     chat_template = config.get("chat_template")
+    if isinstance(chat_template, list):
+        chat_template = next((entry["template"] for entry in chat_template if entry["name"] == "default"), None)
     if (folder / "chat_template.jinja").exists():
         chat_template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    elif isinstance(chat_template, list):
-        chat_template = next((entry["template"] for entry in chat_template if entry["name"] == "default"), None)
     return Tokenizer(
         backend,
         special_tokens=special_tokens,
@@ -250,17 +235,6 @@ def _from_folder(folder: Path) -> Tokenizer:
         chat_template=chat_template,
         add_bos=config.get("add_bos_token"),
     )
-
-
-def _add_missing_tokens(backend: tokenizers.Tokenizer, added: Mapping[str, Mapping[str, Any]]) -> None:
-    for token_id, token in sorted(added.items(), key=lambda item: int(item[0])):
-        content = token["content"]
-        if backend.token_to_id(content) is None:
-            flags = ("special", "lstrip", "rstrip", "normalized", "single_word")
-            new = AddedToken(content, **{flag: token[flag] for flag in flags if flag in token})
-            (backend.add_special_tokens if new.special else backend.add_tokens)([new])
-        if (got := backend.token_to_id(content)) != int(token_id):
-            raise ValueError(f"added token {content!r} has id {got}, tokenizer_config.json says {token_id}")
 
 
 def _from_gguf(path: Path) -> Tokenizer:

@@ -36,7 +36,7 @@ def read_config(source: ModelSource, load_format: str = "auto") -> LlamaConfig:
     if isinstance(source, Mapping):
         return LlamaConfig.from_hf(source)
     kind, path = _locate(source, load_format)
-    return _gguf_config(read_gguf(path)) if kind == "gguf" else LlamaConfig.from_hf(_hf_config(path))
+    return _gguf_config(read_gguf(path)) if kind == "gguf" else LlamaConfig.from_hf(read_json(path))
 
 
 def checkpoint_dtype(source: ModelSource, load_format: str = "auto") -> jnp.dtype:
@@ -44,10 +44,10 @@ def checkpoint_dtype(source: ModelSource, load_format: str = "auto") -> jnp.dtyp
     config, kind = source if isinstance(source, Mapping) else {}, "dummy"
     if isinstance(source, (str, Path)):
         kind, path = _locate(source, load_format)
-        config = {} if kind == "gguf" else _hf_config(path)
+        config = {} if kind == "gguf" else read_json(path)
     name = config.get("dtype") or config.get("torch_dtype")
     if name is None:
-        name = _safetensors(path)[EMBED].dtype if kind == "safetensors" else "bfloat16"
+        name = _safetensors(path.parent)[EMBED].read().dtype.name if kind == "safetensors" else "bfloat16"
     if name not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"{source}: unknown dtype {name!r}; known: float32, bfloat16, float16")
     return jnp.dtype(name)
@@ -68,7 +68,7 @@ def load_model(
     model = Llama(config, dtype=dtype)
     parameters = list(_parameters(model))
     wanted = {name: shape for _, shapes, _ in parameters for name, shape in shapes.items()}
-    stored = _gguf_tensors(read_gguf(path), config, wanted) if kind == "gguf" else _safetensors(path)
+    stored = _gguf_tensors(read_gguf(path), config, wanted) if kind == "gguf" else _safetensors(path.parent)
     _check_tensors(stored, wanted)
     for parameter, names, convert in parameters:
         # Each is waited for: what is still to be copied to the device would pile up on the host.
@@ -78,7 +78,7 @@ def load_model(
 
 
 def _locate(source: str | Path, load_format: str) -> tuple[str, Path]:
-    """("gguf", file), ("safetensors", folder), or ("dummy", folder or config.json)."""
+    """("gguf", the file), or "safetensors" or, where there are no weights, "dummy", and the config.json."""
     if load_format not in LOAD_FORMATS:
         raise ValueError(f"unknown load_format {load_format!r}; known: {', '.join(LOAD_FORMATS)}")
     path = Path(source)
@@ -89,11 +89,9 @@ def _locate(source: str | Path, load_format: str) -> tuple[str, Path]:
         if len(gguf_files) != 1:
             raise CheckpointError(f"want one GGUF file in {path}, got {len(gguf_files)}; pass the path of one")
         return "gguf", gguf_files[0]
-    return ("safetensors" if path.is_dir() and load_format != "dummy" else "dummy"), path
-
-
-def _hf_config(path: Path) -> dict[str, Any]:
-    return read_json(path if path.is_file() else path / "config.json")
+    if path.is_file():
+        return "dummy", path
+    return ("dummy" if load_format == "dummy" else "safetensors"), path / "config.json"
 
 
 @partial(jax.jit, static_argnames="dtype")
@@ -135,11 +133,10 @@ def _parameters(model: Llama) -> Iterator[tuple[nnx.Param, dict[str, Shape], Cal
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a checkpoint, by what its file says. `read` gives its values; the device converts them."""
+    """A tensor where it lies. `read` gives its values as they are there; the device converts them."""
 
     file: Path
     shape: Shape
-    dtype: str
     read: Callable[[], np.ndarray]
 
 
@@ -161,49 +158,28 @@ def _check_tensors(stored: Mapping[str, StoredTensor], wanted: Mapping[str, Shap
 
 def _safetensors(folder: Path) -> dict[str, StoredTensor]:
     """Tensors of one or many files. CheckpointError names a file that is missing or cut short."""
-    indices = sorted(folder.glob("*.safetensors.index.json"))[:1]
-    index = {name: folder / file for path in indices for name, file in read_json(path)["weight_map"].items()}
-    stored: dict[str, StoredTensor] = {}
-    for path in sorted(set(index.values())) or [_only_file(folder)]:
-        stored |= _tensors_of_file(path)
-    if absent := [
-        f"{name} in {path}" for name, path in index.items() if name not in stored or stored[name].file != path
-    ]:
-        raise CheckpointError(f"the index names tensors their files lack: {', '.join(absent)}")
-    return stored
 
-
-def _tensors_of_file(path: Path) -> dict[str, StoredTensor]:
-    def read(name: str) -> np.ndarray:
+    def read(path: Path, name: str) -> np.ndarray:
         with safe_open(path, "numpy") as file:  # opened anew each time, so that no read pages stay mapped
             return file.get_tensor(name)
 
-    if not path.exists():
-        raise CheckpointError(f"{path} is missing")
-    try:
-        with safe_open(path, "numpy") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-    except SafetensorError as error:
-        raise CheckpointError(f"{path} is damaged or cut short: {error}") from error
-    for name, tensor in slices.items():
-        if tensor.get_dtype() not in FILE_DTYPES and not name.endswith(REDUNDANT_SUFFIX):
-            raise CheckpointError(
-                f"{path}: {name}: unknown dtype {tensor.get_dtype()}; known: {', '.join(FILE_DTYPES)}"
-            )
-    return {
-        name: StoredTensor(path, tuple(tensor.get_shape()), tensor.get_dtype(), partial(read, name))
-        for name, tensor in slices.items()
-    }
-
-
-def _only_file(folder: Path) -> Path:
-    files = sorted(folder.glob("*.safetensors"))
-    if (folder / "model.safetensors") in files:
-        return folder / "model.safetensors"
-    if len(files) != 1:
-        names = ", ".join(file.name for file in files) or "none"
-        raise CheckpointError(f"want model.safetensors, or many files with an index, in {folder}; found: {names}")
-    return files[0]
+    index_file = folder / "model.safetensors.index.json"
+    index = read_json(index_file)["weight_map"] if index_file.exists() else {}
+    stored: dict[str, StoredTensor] = {}
+    for path in [folder / name for name in sorted(set(index.values())) or ["model.safetensors"]]:
+        try:
+            with safe_open(path, "numpy") as file:
+                slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} is missing, damaged or cut short: {error}") from error
+        for name, tensor in slices.items():
+            if (dtype := tensor.get_dtype()) not in FILE_DTYPES and not name.endswith(REDUNDANT_SUFFIX):
+                raise CheckpointError(f"{path}: {name}: unknown dtype {dtype}; known: {', '.join(FILE_DTYPES)}")
+            stored[name] = StoredTensor(path, tuple(tensor.get_shape()), partial(read, path, name))
+    for name, file_name in index.items():
+        if name not in stored or stored[name].file.name != file_name:
+            raise CheckpointError(f"{index_file} names {name} in {file_name}, which lacks it")
+    return stored
 
 
 def _gguf_tensors(file: GgufFile, config: LlamaConfig, wanted: Iterable[str]) -> dict[str, StoredTensor]:
@@ -226,9 +202,7 @@ def _gguf_tensors(file: GgufFile, config: LlamaConfig, wanted: Iterable[str]) ->
     hf_names = {names.get_name(name, try_suffixes=(".weight",)): name for name in wanted}
     tensors = {hf_names.get(name, name): tensor for name, tensor in file.tensors.items() if name != ROPE_DIVISORS}
     return {
-        name: StoredTensor(
-            file.path, tuple(tensor.shape[::-1].tolist()), tensor.tensor_type.name, partial(read, name, tensor)
-        )
+        name: StoredTensor(file.path, tuple(tensor.shape[::-1].tolist()), partial(read, name, tensor))
         for name, tensor in tensors.items()
     }
 

@@ -90,7 +90,7 @@ def time_step(runner: Runner, batch: StepBatch, calls: int, repeats: int) -> lis
 
 
 def kv_copy_bytes(runner: Runner, num_pages: int) -> int:
-    """Temporary memory of the largest step above what it needs over a store of one page: a copy of K or V would show."""
+    """Temporary memory of the largest step beyond what it needs over a store of one page: a copy would show."""
     largest = max(runner.batcher.buckets, key=lambda bucket: bucket.num_tokens)
     temporary = [runner.lower(largest, n).compile().memory_analysis().temp_size_in_bytes for n in (num_pages, 1)]
     return max(0, temporary[0] - temporary[1])
@@ -122,7 +122,13 @@ def main() -> None:
     num_pages = max(max(args.batch) * -(-args.context // page_size), -(-args.prefill // page_size))
     model = load_model(config, config, dtype=dtype, load_format="dummy")
     runner = Runner(
-        model, batcher, page_size=page_size, num_pages=num_pages, memory_fraction=0.9, attention=attention, use_tqdm=True
+        model,
+        batcher,
+        page_size=page_size,
+        num_pages=num_pages,
+        memory_fraction=0.9,
+        attention=attention,
+        use_tqdm=True,
     )
     cache = PrefixCache(num_pages, page_size)
     params = {id(p): p for p in runner.params}.values()
@@ -131,7 +137,12 @@ def main() -> None:
         weight_bytes -= config.vocab_size * config.hidden_size * dtype.itemsize  # of the embedding a few rows are read
     rows = []
     for batch in args.batch:
-        seconds = time_step(runner, make_batch(batcher, cache, [(args.context - 1, 1)] * batch, config.vocab_size), args.calls, args.repeats)
+        seconds = time_step(
+            runner,
+            make_batch(batcher, cache, [(args.context - 1, 1)] * batch, config.vocab_size),
+            args.calls,
+            args.repeats,
+        )
         read = weight_bytes + batch * args.context * page_bytes(config, page_size, dtype) / page_size
         limit = read / ceilings["copy_bytes_per_s"]
         what = f"{args.model} decode step, B = {batch}, context {args.context}"
@@ -139,13 +150,23 @@ def main() -> None:
         must = {"must": 1.35} if batch == 64 else {}
         rows.append(Figure.median(f"{what} ÷ (bytes / copy bandwidth)", [s / limit for s in seconds], "x", **must))
     length = args.prefill
-    seconds = time_step(runner, make_batch(batcher, cache, [(0, length)], config.vocab_size), max(2, args.calls // 5), args.repeats)
-    in_products = sum(p.size for p in params) - config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
-    operations = 2 * in_products * length + 2 * config.num_layers * config.num_heads * config.head_dim * length * (length + 1)
+    seconds = time_step(
+        runner, make_batch(batcher, cache, [(0, length)], config.vocab_size), max(2, args.calls // 5), args.repeats
+    )
+    in_products = sum(p.size for p in params) - config.vocab_size * config.hidden_size * (
+        1 if config.tie_word_embeddings else 2
+    )
+    operations = 2 * in_products * length + 2 * config.num_layers * config.num_heads * config.head_dim * length * (
+        length + 1
+    )
     what = f"{args.model} prefill step of {length} tokens"
     rows.append(Figure.median(what, [s * 1e3 for s in seconds], "ms"))
     rate = ceilings["product_flop_per_s"]
-    rows.append(Figure.median(f"{what} ÷ matrix-product rate", [operations / s / rate for s in seconds], "x", must=0.70, better="higher"))
+    rows.append(
+        Figure.median(
+            f"{what} ÷ matrix-product rate", [operations / s / rate for s in seconds], "x", must=0.70, better="higher"
+        )
+    )
     rows.append(Figure("bytes of K and V copied by a step", kv_copy_bytes(runner, num_pages), "bytes", must=0))
     write_results("step", rows, ceilings=ceilings, device=device_name())
 

@@ -1,5 +1,5 @@
-"""Compares the Pallas kernels with the reference on every named case, on the device at hand, and each with a second run of
-itself, bit for bit. Exits with 1 if any differs."""
+"""Compares the Pallas kernels with the reference on every named case, on the device at hand, and with a second run of
+themselves, bit for bit. Exits with 1 if any differs."""
 
 import argparse
 import functools
@@ -11,6 +11,7 @@ import numpy as np
 from pallas_kernels import default_implementation, paged_attention
 from pallas_kernels.cases import CASES, Case, build
 from pallas_kernels.reference import reference
+from pallas_kernels.sampling import draw, lowest_kept
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 1.5e-2}
 
@@ -29,6 +30,29 @@ def check(case: Case, dtype: str, implementation: str, seed: int) -> str | None:
     return None if error <= TOLERANCE[dtype] else f"largest error {error:.2e}"
 
 
+def check_sampling(implementation: str, seed: int) -> str | None:
+    """Rows that ask for different things, over a vocabulary of Llama-3's size: the kernels against plain XLA."""
+    rng = np.random.default_rng(seed)
+    num_rows = 64
+    logits = jnp.asarray(rng.normal(0, 4, (num_rows, 128_256)), jnp.float32)
+    temperature = jnp.asarray(rng.choice([0, 0.5, 1, 2], num_rows), jnp.float32)
+    top_k = jnp.asarray(rng.choice([0, 1, 50, 1000], num_rows), jnp.int32)
+    top_p = jnp.asarray(rng.choice([1, 0.99, 0.5, 1e-6], num_rows), jnp.float32)
+    key = jnp.asarray(rng.integers(0, 2**32, (num_rows, 2)), jnp.uint32)
+
+    @functools.partial(jax.jit, static_argnames="implementation")
+    def run(logits, temperature, top_k, top_p, key, implementation):
+        lowest = lowest_kept(logits, temperature, top_k, top_p, implementation=implementation)
+        return lowest, draw(logits, lowest, temperature, key, implementation=implementation)
+
+    rows = logits, temperature, top_k, top_p, key
+    (lowest, tokens), (want_lowest, want_tokens) = run(*rows, implementation), run(*rows, "xla")
+    # The mass of a set is summed in another order: a threshold may fall on the next token of 128,256.
+    far = ~((lowest == want_lowest) | (jnp.abs(lowest - want_lowest) < 1e-2))
+    wrong = int((far | (tokens != want_tokens)).sum())
+    return f"{wrong} of {num_rows} rows differ" if wrong else None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--implementation", default=default_implementation())
@@ -40,7 +64,10 @@ def main() -> None:
             fault = check(case, dtype, args.implementation, args.seed)
             faults += fault is not None
             print(f"{case.name:24} {dtype:10} {fault or 'ok'}", flush=True)
-    print(f"{2 * len(CASES) - faults} passed, {faults} failed")
+    fault = check_sampling(args.implementation, args.seed)
+    faults += fault is not None
+    print(f"{'sampling':24} {'float32':10} {fault or 'ok'}")
+    print(f"{2 * len(CASES) + 1 - faults} passed, {faults} failed")
     raise SystemExit(faults > 0)
 
 

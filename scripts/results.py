@@ -1,4 +1,4 @@
-"""Writes benchmarks/results/NAME.json, the one form in which figures are committed. Run alone, it puts them all into the
+"""Writes benchmarks/results/NAME.json, the one form in which figures are committed. Run alone, it puts them into the
 README, so that nobody types a number."""
 
 import dataclasses

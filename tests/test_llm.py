@@ -18,6 +18,7 @@ from engines import (
     tiny_folder,
     tokens_of,
 )
+from safetensors.numpy import load_file
 from tiny_models import tiny_config, tiny_weights, write_checkpoint
 
 from prefix_jax import LLM, SamplingParams
@@ -150,19 +151,13 @@ def test_the_models_end_token_ends_the_answer_unless_it_is_ignored():
     (output,) = generate(make_llm(), random_prompts(3, 9), greedy(30))
     end = output.outputs[0].token_ids[10]
     first = output.outputs[0].token_ids.index(end)
-    weights = {name: tensor for name, tensor in _weights_of(tiny_folder()).items()}
+    weights = load_file(tiny_folder() / "model.safetensors")
     llm = make_llm(write_checkpoint(home() / "other_end", config | {"eos_token_id": [0, end]}, weights))
     answer = generate(llm, random_prompts(3, 9), greedy(30, ignore_eos=False))[0].outputs[0]
     assert answer.token_ids == output.outputs[0].token_ids[: first + 1]
     assert (answer.finish_reason, answer.stop_reason) == ("stop", None)
     answer = generate(llm, random_prompts(3, 9), greedy(30))[0].outputs[0]
     assert (answer.token_ids, answer.finish_reason) == (output.outputs[0].token_ids, "length")
-
-
-def _weights_of(folder):
-    from safetensors.numpy import load_file
-
-    return load_file(folder / "model.safetensors")
 
 
 def test_special_tokens_are_shown_on_demand_only(llm):
@@ -256,7 +251,7 @@ def test_the_example_of_the_first_prefix_cache_runs(tokenizer, shared_data, tmp_
     """Its prompts may be shorter than 16 tokens, and share none."""
     vocab_size = 152_000  # room for the largest; one shape for all
     config = tiny_config(vocab_size=vocab_size, hidden_size=8, head_dim=8, num_kv_heads=1, group=1, num_layers=1)
-    path = write_checkpoint(tmp_path, config | {"eos_token_id": None}, _wide_weights(config))
+    path = write_checkpoint(tmp_path, config | {"eos_token_id": None}, tiny_weights(config))
     packed = shared_data / "tokenizers" / f"{tokenizer}.tokenizer.json.gz"
     (path / "tokenizer.json").write_bytes(gzip.decompress(packed.read_bytes()))
     (path / "tokenizer_config.json").write_text("{}")
@@ -286,12 +281,6 @@ def test_the_example_of_the_first_prefix_cache_runs(tokenizer, shared_data, tmp_
         again = llm.generate(prompts, sampling_params, prefix_pos=[16, 16])
         assert tokens_of(again) == tokens_of(outputs)
     assert capsys.readouterr().out.count("RequestOutput(") == 4
-
-
-def _wide_weights(config, made=[]):  # noqa: B006
-    if not made:
-        made.append(tiny_weights(config))
-    return made[0]
 
 
 # Bad input ------------------------------------------------------------------------------------------------------------

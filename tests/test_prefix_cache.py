@@ -360,6 +360,40 @@ def test_a_head_is_copied_only_from_a_page_that_an_earlier_step_filled():
     assert later.copy == (first.pages[1], later.pages[1])
 
 
+def test_of_two_that_fill_the_same_page_the_later_one_takes_the_first_ones():
+    """But only once its own step has been dispatched: before, it would write into a published page."""
+    cache, tokens = PrefixCache(20, 4), array("i", range(12))
+    first, second = cache.open(tokens), cache.open(tokens)
+    assert cache.grow(first, 12)
+    assert cache.grow(second, 12)
+    cache.step += 1
+    assert cache.publish(first, tokens, 6, written=False) == 1
+    assert cache.adopt(second, tokens, 2) == 2, "in the middle of a page it goes on with its own"
+    own = list(second.pages)
+    assert cache.publish(second, tokens, 10, written=False) == 0
+    assert cache.adopt(second, tokens, 10) == 10
+    assert second.pages == own
+    assert cache.publish(second, tokens, 10, written=True) == 1, "the second page, which the first has not filled yet"
+    assert second.pages == [first.pages[0], *own[1:]]
+    assert own[0] in cache.pool.free
+    assert cache.adopt(first, tokens, 6) == 6
+    assert cache.publish(first, tokens, 10, written=True) == 0
+    assert first.pages[:2] == second.pages[:2]
+    cache.check()
+
+
+def test_pages_published_since_are_adopted_all_but_the_one_with_the_last_token():
+    cache, tokens = PrefixCache(20, 4), array("i", range(12))
+    late = cache.open(tokens)
+    assert cache.grow(late, 12)
+    cache.close(fill(cache, tokens)[1])
+    free = len(cache.pool)
+    assert cache.adopt(late, tokens, 0) == 8, "something is left to compute, or there is nothing to sample from"
+    assert len(cache.pool) == free + 2
+    assert late.changed[-2:] == [0, 1]
+    cache.check()
+
+
 def test_a_claimed_page_is_waited_for_and_an_unclaimed_one_is_not():
     cache, tokens = PrefixCache(20, 4), array("i", range(12))
     leader = cache.open(tokens)

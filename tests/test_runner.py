@@ -129,7 +129,7 @@ def test_more_pages_are_copied_in_a_step_than_one_launch_takes():
     copies, dispatch = [], llm.engine.runner.dispatch
     llm.engine.runner.dispatch = lambda batch: (copies.append(len(batch.copies)), dispatch(batch))[1]
     try:
-        outputs = generate(llm, [stem[:40] + [4 + i] for i in range(count)], greedy(4))
+        outputs = generate(llm, [[*stem[:40], 4 + i] for i in range(count)], greedy(4))
     finally:
         del llm.engine.runner.dispatch
     assert max(copies) > 2 * COPY_GROUP
@@ -183,5 +183,5 @@ def test_the_step_with_the_kernel_lowers_for_cuda(model, dtype, unstarted):
         assert num_aliased(text) >= 5
         calls = [line for line in text.splitlines() if "triton_kernel_call" in line or "__gpu$xla.gpu.triton" in line]
         names = ("draw", "lowest_kept", "merge")
-        assert all(any(f"{name}" in line for line in calls) for name in names)
+        assert all(any(name in line for line in calls) for name in names)
         assert len(calls) > len(names)

@@ -111,12 +111,12 @@ def test_the_kept_set_is_that_of_a_sort(vocab, implementation):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_top_k_is_off_at_0_and_beyond_the_vocabulary(implementation):
     """The default top_k makes sampling greedy whatever the temperature: tpu-inference#1386 (C43)."""
-    vocab, count = 6, 1500
+    vocab, count = 6, 1500 if implementation == "xla" else 300
     logits = np.tile(np.log(np.arange(1, vocab + 1)), (count, 1))
     shares = np.arange(1, vocab + 1) / 21
     for top_k in (0, vocab, vocab + 1):
         check_shares(sampled(logits, rows_of(count, top_k=top_k), implementation), shares, 25.7)
-    assert set(sampled(logits[:200], rows_of(200, top_k=1), implementation)) == {vocab - 1}
+    assert set(sampled(logits, rows_of(count, top_k=1), implementation)) == {vocab - 1}
     mixed = sampled(logits, rows_of(count, top_k=np.arange(count) % 3), implementation)
     assert set(mixed[1::3]) == {vocab - 1} and set(mixed[2::3]) == {vocab - 1, vocab - 2}
     assert set(mixed[0::3]) == set(range(vocab)), "neighbours that ask for less do not matter"
@@ -137,7 +137,7 @@ def test_minus_one_is_off_too():
         .outputs[0]
         .token_ids
         == answers[4]
-    )  # noqa: E501
+    )
 
 
 # How they are drawn ---------------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ def test_minus_one_is_off_too():
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("scale", [1.0, 80.0])
 def test_tiny_temperatures_are_greedy_and_no_row_minds_another(scale, implementation):
-    """logits / 1e-4 overflows, and a greedy row beside sampled ones divides by zero: vllm#1623, vllm-ascend#16503 (C44)."""
+    """logits / 1e-4 overflows, a greedy row beside sampled ones divides by zero: vllm#1623, vllm-ascend#16503 (C44)."""
     rng = np.random.default_rng(1)
     temperatures = np.array([0, 1e-8, 1e-5, 1e-4, 1e-2, 1, 1e3, 0, 3e38], np.float32)
     logits = (scale * rng.uniform(-1, 1, (len(temperatures), 400))).astype(np.float32)
@@ -215,7 +215,7 @@ def test_a_sample_hangs_on_its_own_row_alone(implementation):
     ],
 )
 def test_tokens_come_as_often_as_they_should(settings, limit, implementation):
-    count, vocab = 2000, 12
+    count, vocab = 2000 if implementation == "xla" else 400, 12
     logits = np.random.default_rng(5).standard_normal(vocab).astype(np.float32)
     temperature = settings.get("temperature", 1.0)
     kept = kept_by_rule(logits, temperature, settings.get("top_k", 0), settings.get("top_p", 1.0))

@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from tiny_models import CHAT_TEMPLATE, tiny_config, tiny_tokenizer, tiny_weights, write_checkpoint, write_tiny_model
 from tokenizers import AddedToken, decoders, models, processors
 
-from prefix_jax.tokenizer import IncrementalDecoder, Tokenizer, _byte_level_bpe
+from prefix_jax.tokenizer import IncrementalDecoder, Tokenizer
 
 REAL = ("llama2", "llama3", "mistral-v1", "mistral-v3", "qwen3", "baichuan-7b", "smollm2")
 REPLACEMENT = "\ufffd"
@@ -43,8 +44,11 @@ def byte_fallback_backend(post_processor: bool = True) -> tokenizers.Tokenizer:
 
 
 def deltas(tokenizer: Tokenizer, prompt: list[int], output: list[int], **options) -> list[str]:
+    """Also checks everywhere that the text at one go is the same."""
     decoder = IncrementalDecoder(tokenizer, prompt, **options)
-    return [*(decoder.push(token_id) for token_id in output), decoder.flush()]
+    parts = [*(decoder.push(token_id) for token_id in output), decoder.flush()]
+    assert tokenizer.decode_output(prompt, output, **options) == "".join(parts)
+    return parts
 
 
 def check_every_cut(tokenizer: Tokenizer, text: str) -> None:
@@ -116,9 +120,27 @@ def test_any_byte_fallback_ids_decode_without_an_exception(prompt, output):
 def test_random_ids_over_a_real_vocabulary_never_raise(shared_data, name):
     """C58: vllm#17448, vllm#24159."""
     tokenizer, rng = Tokenizer(real_backend(shared_data, name)), random.Random(0)
-    decoder = IncrementalDecoder(tokenizer)
-    text = "".join(decoder.push(rng.randrange(tokenizer.vocab_size + 100)) for _ in range(5000)) + decoder.flush()
-    assert len(text) > 5000
+    ids = [rng.randrange(tokenizer.vocab_size + 100) for _ in range(5000)]
+    assert len("".join(deltas(tokenizer, [], ids))) > 5000
+    for start in range(0, 5000, 50):  # in most of these there is no broken character
+        deltas(tokenizer, ids[start : start + 10], ids[start + 10 : start + 50], skip_special_tokens=start % 100 == 0)
+
+
+class CountingTokenizer(Tokenizer):
+    calls = 0
+
+    def decode(self, ids, skip_special_tokens=True):
+        self.calls += 1
+        return super().decode(ids, skip_special_tokens)
+
+
+@pytest.mark.parametrize("backend", [tiny_tokenizer(), byte_fallback_backend()], ids=["byte_level", "byte_fallback"])
+def test_a_whole_output_takes_few_decode_calls_however_long_it_is(backend):
+    tokenizer = CountingTokenizer(backend)
+    ids = [263, 262, 262, 260, 263, 261, 260] * 300
+    text = tokenizer.decode_output(ids[:100], ids[100:])
+    assert tokenizer.calls <= 16
+    assert text == "".join(deltas(tokenizer, ids[:100], ids[100:]))
 
 
 def test_the_leading_space_of_an_output_is_kept_and_none_is_added():
@@ -219,7 +241,7 @@ def test_templates_render_as_transformers_renders_them():
     template = (
         "{% for m in messages %}\n"
         "    {% if loop.index0 > 0 %}{% break %}{% endif %}\n"
-        "    {% generation %}{{ m | tojson }}{% endgeneration %}\n"
+        "    {{- m | tojson -}}\n"
         "{% endfor %}\n"
         "{{ strftime_now('%Y') | length }}"
     )
@@ -250,21 +272,19 @@ def test_a_tokenizer_that_does_not_fit_the_model_is_refused():
         Tokenizer(tiny_tokenizer(), eos_ids=[999]).check_fits(272)
 
 
-def test_added_tokens_of_the_config_are_added(tmp_path):
+def test_added_tokens_that_the_tokenizer_lacks_are_refused(tmp_path):
     """Added tokens that are missing make another tokenizer of it: trl#3425 (C79)."""
     folder = write_tiny_model(tmp_path, num_layers=1)
-    rewrite(folder / "tokenizer_config.json", added_tokens_decoder={"272": {"content": "<new>", "special": True}})
-    assert Tokenizer.load(folder).encode("a<new>")[-1] == 272
-    rewrite(folder / "tokenizer_config.json", added_tokens_decoder={"280": {"content": "<new>", "special": True}})
-    with pytest.raises(ValueError, match=r"'<new>' has id 272, tokenizer_config\.json says 280"):
-        Tokenizer.load(folder)
+    rewrite(folder / "tokenizer_config.json", added_tokens_decoder={"1": {"content": "<|user|>"}})
+    assert Tokenizer.load(folder).encode("a<|user|>")[-1] == 1
+    for token, got in (("<new>", None), ("<|user|>", 1)):
+        rewrite(folder / "tokenizer_config.json", added_tokens_decoder={"272": {"content": token}})
+        with pytest.raises(ValueError, match=f"gives '{re.escape(token)}' id {got}, tokenizer_config.json says 272"):
+            Tokenizer.load(folder)
 
 
 def test_folders_without_a_readable_tokenizer_say_what_to_do(tmp_path):
-    with pytest.raises(ValueError, match=r"no tokenizer\.json in"):
-        Tokenizer.load(tmp_path)
-    (tmp_path / "tokenizer.model").write_bytes(b"sentencepiece")
-    with pytest.raises(ValueError, match=r"no tokenizer\.json; convert it once .*save_pretrained"):
+    with pytest.raises(ValueError, match=r"no tokenizer\.json in .*convert it once .*save_pretrained"):
         Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match=r"tokenizer\.json is not a readable"):
@@ -310,28 +330,17 @@ def write_gguf_tokenizer(path: Path, backend: tokenizers.Tokenizer, model: str =
 def test_a_tokenizer_in_a_gguf_file_encodes_like_its_tokenizer_json(tmp_path):
     own = Tokenizer(tiny_tokenizer())
     for pre in ("default", "gpt-2"):
-        tokenizer = Tokenizer.load(write_gguf_tokenizer(tmp_path / "model.gguf", tiny_tokenizer(), pre=pre))
+        tokenizer = Tokenizer.load(write_gguf_tokenizer(tmp_path / f"{pre}.gguf", tiny_tokenizer(), pre=pre))
         assert tokenizer.encode(TEXT + "<|user|>") == own.encode(TEXT + "<|user|>")
         assert tokenizer.eos_ids == {0, 1}
     assert tokenizer.render_chat(CHAT).endswith("<|end|><|assistant|>")
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
 
 
-@pytest.mark.parametrize(("name", "pre"), [("smollm2", "smollm"), ("llama3", "llama-bpe"), ("qwen3", "qwen2")])
-def test_gguf_pre_tokenizers_encode_like_the_real_ones(shared_data, name, pre):
-    """Digits one by one, or in threes, before byte-level BPE."""
-    backend = real_backend(shared_data, name)
-    content = json.loads(backend.to_str())["model"]
-    tokens = sorted(content["vocab"], key=content["vocab"].get)
-    merges = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in content["merges"]]
-    rebuilt = _byte_level_bpe(tokens, merges, pre)
-    for text in (TEXT, "a 12345  67,8\n\n x", "I'll WE'VE don't", "e\u0301té   "):
-        assert rebuilt.encode(text).ids == backend.encode(text, add_special_tokens=False).ids
-
-
-def test_other_gguf_tokenizers_are_refused_by_name(tmp_path):
-    path = write_gguf_tokenizer(tmp_path / "model.gguf", tiny_tokenizer(), pre="tekken")
-    with pytest.raises(ValueError, match="unknown GGUF pre-tokenizer 'tekken'; known: default, gpt-2, llama-bpe"):
+@pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "tekken"])
+def test_other_gguf_tokenizers_are_refused_by_name(tmp_path, pre):
+    path = write_gguf_tokenizer(tmp_path / "pre.gguf", tiny_tokenizer(), pre=pre)
+    with pytest.raises(ValueError, match=f"unknown GGUF pre-tokenizer '{pre}'; known: default, gpt-2, smollm"):
         Tokenizer.load(path)
     path = write_gguf_tokenizer(tmp_path / "model.gguf", tiny_tokenizer(), model="llama")
     with pytest.raises(ValueError, match="unknown GGUF tokenizer 'llama'; known: gpt2"):
@@ -342,7 +351,13 @@ def test_other_gguf_tokenizers_are_refused_by_name(tmp_path):
 def test_the_default_models_tokenizer_is_that_of_its_tokenizer_json(default_model, shared_data):
     tokenizer, backend = Tokenizer.load(default_model), real_backend(shared_data, "smollm2")
     chat = tokenizer.render_chat(CHAT)
-    for text in (TEXT, chat, "def f(x):\n    return x ** 2  # 1234567890"):
+    for text in (
+        TEXT,
+        chat,
+        "def f(x):\n    return x ** 2  # 1234567890",
+        "a 12345  67,8\n\n x",
+        "I'll don't e\u0301té   ",
+    ):
         assert tokenizer.encode(text) == backend.encode(text).ids
     assert tokenizer.encode_chat(CHAT) == tokenizer.encode(chat)
     assert chat.startswith("<|im_start|>system\nBe brief.<|im_end|>\n")

@@ -21,6 +21,17 @@ Slots = Float[Array, "num_slots Hkv D"]
 KVStore = tuple[tuple[Slots, Slots], ...]
 Attend = Callable[[Float[Array, "T Hq D"], Slots, Slots], Float[Array, "T Hq D"]]
 
+_SUPPORTED = {  # the one value of a key that this model computes
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "partial_rotary_factor": 1.0,
+    "sliding_window": None,
+    "quantization_config": None,
+}
+
 
 @dataclass(frozen=True)
 class LlamaConfig:
@@ -68,7 +79,8 @@ class LlamaConfig:
         for key, known in _SUPPORTED.items():
             if (got := config.get(key, known)) != known:
                 raise ValueError(f"{key} = {got!r} is not supported; known: {known!r}")
-        if missing := [key for key in _REQUIRED if key not in config]:
+        required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        if missing := [key for key in required if key not in config]:
             raise ValueError(f"config lacks {', '.join(missing)}")
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
         if "head_dim" not in config and (heads < 1 or hidden % heads):
@@ -93,19 +105,6 @@ class LlamaConfig:
             bos_id=config.get("bos_token_id"),
             eos_ids=tuple(eos) if isinstance(eos, (list, tuple)) else (eos,),
         )
-
-
-_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-_SUPPORTED = {  # the one value of a key that this model computes
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-    "partial_rotary_factor": 1.0,
-    "sliding_window": None,
-    "quantization_config": None,
-}
 
 
 def _rope_divisors(rope: Mapping[str, Any], theta: float, head_dim: int) -> tuple[float, ...] | None:
