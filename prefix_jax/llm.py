@@ -94,8 +94,8 @@ class LLM:
 
         prompts: strings, lists of token ids, or dicts with `prompt`, `prompt_token_ids` or `messages` (which go through
         the chat template), and optionally `request_id` and `cache_salt`. sampling_params: one for all or one each.
-        prefix_pos: the first so many tokens of a prompt are a prefix to keep; one for all or one (or None) each; no more
-        than the prompt has. on_output is called with each result as it finishes.
+        prefix_pos: the first so many tokens of a prompt (at most what it has) are a prefix to keep; one for all or one,
+        or None, each. on_output is called with each result as it finishes.
 
         Everything is validated first. Bad prompts raise one ValueError that names each, and nothing is run; with
         on_error="return" the others run, and the bad ones have finish_reason "error" and say why in `error`.
