@@ -18,9 +18,6 @@ from prefix_jax.prefix_trie import TOKEN_BYTES, Node, PrefixTrie, Root
 
 log = logging.getLogger(__name__)
 
-Claim = tuple[Node, bytes]
-"""A page that somebody is computing: the node above it and its tokens."""
-
 
 class PageTable:
     """One sequence's hold on pages, in position order."""
@@ -62,24 +59,14 @@ class PrefixCache:
     # A sequence's hold on pages ------------------------------------------------------------------------------------
 
     def open(
-        self,
-        tokens: array,
-        namespace: Hashable = None,
-        *,
-        reads: bool = True,
-        publishes: bool = True,
-        claimed: set[Claim] | frozenset[Claim] = frozenset(),
-    ) -> PageTable | None:
+        self, tokens: array, namespace: Hashable = None, *, reads: bool = True, publishes: bool = True
+    ) -> PageTable:
         """A page table for `tokens`, filled as far as the trie knows them, all but the last (its logits are needed).
 
         Where the match ends inside a page, the page's matching head is to be copied into a fresh page (`table.copy`).
-        None if the next full page is claimed: another sequence is computing it, and waiting is cheaper.
         """
         root = self.trie.root(namespace)
         nodes = self._match(root, tokens) if reads else []
-        node = nodes[-1] if nodes else root
-        if claimed and reads and (node, self._key(tokens, len(nodes))) in claimed:
-            return None  # `claimed` names a node of an open table: the root is in use
         for held in nodes:
             self._hold(held)
             held.readers += 1
@@ -146,13 +133,6 @@ class PrefixCache:
             else:
                 break
         return published
-
-    def next_page(self, table: PageTable, tokens: array) -> Claim | None:
-        """The first full page of `tokens` that the table has not published: what others may wait for."""
-        column = len(table.nodes)
-        if not table.publishes or (column + 1) * self.page_size > len(tokens):
-            return None
-        return table.last, self._key(tokens, column)
 
     def close(self, table: PageTable) -> None:
         """Ends the hold: private pages go back to the pool, published ones stay findable."""

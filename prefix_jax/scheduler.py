@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from prefix_jax.policies import POLICIES
-from prefix_jax.prefix_cache import Claim, PageTable, PrefixCache
+from prefix_jax.prefix_cache import PageTable, PrefixCache
 from prefix_jax.prefix_pool import PrefixPool
 from prefix_jax.request import Sequence
 
@@ -72,7 +72,6 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []  # the oldest first
         self.free_rows = list(range(max_num_seqs - 1, -1, -1))
-        self.claimed: set[Claim] = set()
         self.finished: list[Sequence] = []  # since the engine last took them
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
 
@@ -91,7 +90,6 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Plans the next step and takes the pages for it. The plan may be empty while a step is in flight."""
         self.cache.step += 1
-        self.claimed.clear()
         plan = StepPlan()
         # Decodes first: a long prompt must not hold up those that are already answering. And the oldest first: who
         # comes early finds others to preempt.
@@ -131,7 +129,7 @@ class Scheduler:
     # ------------------------------------------------------------------------------------------------------------------
 
     def _continue(self, sequence: Sequence, plan: StepPlan) -> None:
-        """Plans the next chunk of a running sequence, if there is one to compute and nobody else is computing it."""
+        """Plans the next chunk of a running sequence, from behind what others have published meanwhile."""
         remaining = sequence.remaining
         if remaining == 0:
             return  # its last token is in flight
@@ -140,9 +138,6 @@ class Scheduler:
             self.counts["adopted_tokens"] += adopted - sequence.computed_len
             remaining -= adopted - sequence.computed_len
             sequence.computed_len = adopted
-            at_edge = sequence.computed_len == len(sequence.table.nodes) * self.cache.page_size
-            if at_edge and self.cache.next_page(sequence.table, sequence.tokens) in self.claimed:
-                return
         length = min(remaining, self.max_num_batched_tokens - plan.num_tokens)
         if self._make_room(sequence, sequence.computed_len + length):
             self._plan_chunk(sequence, length, plan)
@@ -173,16 +168,13 @@ class Scheduler:
         """Starts waiting sequences in the policy's order while rows, pages and the token budget last."""
         if not (self.waiting and self.free_rows):
             return
-        held_back = 0
         for sequence in list(self.policy(self.waiting)):
-            if not self.free_rows or plan.num_tokens >= self.max_num_batched_tokens or held_back > self.max_num_seqs:
+            if not self.free_rows or plan.num_tokens >= self.max_num_batched_tokens:
                 return
             if sequence.pending:
                 return  # preempted with a step in flight: it keeps its place, and nobody takes the pages it left
-            table = self._open(sequence)
-            if table is None:
-                held_back += 1
-                continue
+            salt, caching = sequence.request.cache_salt, self.caching
+            table = self.cache.open(sequence.tokens, salt, reads=caching, publishes=caching)
             # All known positions at once: a prompt that is half in can then never be thrown out for its own rest.
             if not self.cache.grow(table, sequence.length, force=not self.running):
                 self.cache.close(table)
@@ -191,11 +183,6 @@ class Scheduler:
                     continue
                 return
             self._start(sequence, table, plan)
-
-    def _open(self, sequence: Sequence) -> PageTable | None:
-        salt = sequence.request.cache_salt
-        caching = self.caching
-        return self.cache.open(sequence.tokens, salt, reads=caching, publishes=caching, claimed=self.claimed)
 
     def _start(self, sequence: Sequence, table: PageTable, plan: StepPlan) -> None:
         self.waiting.remove(sequence)
@@ -215,6 +202,8 @@ class Scheduler:
         self._plan_chunk(sequence, length, plan)
 
     def _plan_chunk(self, sequence: Sequence, length: int, plan: StepPlan) -> None:
+        """Appends a chunk and publishes the pages it fills, for all that come later in this very plan. A chunk that
+        ends before its sequence does has used up the budget: nobody can start on the page that it leaves half full."""
         start = sequence.computed_len
         end = start + length
         samples = end == sequence.length
@@ -228,10 +217,6 @@ class Scheduler:
         self._publish(sequence, written=False)
         if samples:
             sequence.pending += 1
-        elif self.caching:
-            claim = self.cache.next_page(sequence.table, sequence.tokens)
-            if claim is not None:
-                self.claimed.add(claim)
 
     def _publish(self, sequence: Sequence, *, written: bool) -> None:
         table, end = sequence.table, min(sequence.computed_len, len(sequence.tokens))

@@ -169,6 +169,8 @@ class FakeEngine:
         """No gap and no overlap in what is computed, within the budget, one row for one sequence."""
         assert plan.num_tokens == sum(chunk.length for chunk in plan.chunks) <= self.scheduler.max_num_batched_tokens
         assert len({chunk.row for chunk in plan.chunks}) == len(plan.chunks)
+        if not all(chunk.samples for chunk in plan.chunks):
+            assert plan.num_tokens == self.scheduler.max_num_batched_tokens, "or two could fill the same page"
         for chunk in plan.chunks:
             sequence = chunk.sequence
             assert chunk.length > 0

@@ -35,6 +35,7 @@ from prefix_jax import LLM, SamplingParams
 from prefix_jax.request import Request
 
 POISON = 1e4
+SLIM = {**TINY, "max_num_batched_tokens": 8, "num_pages": 24}
 
 
 def family(seed: int) -> list[list[int]]:
@@ -99,21 +100,23 @@ def drain(llm, between=lambda: None, limit: int = 5000) -> dict[str, object]:
 # Against the oracle ---------------------------------------------------------------------------------------------------
 
 MODELS = [
-    {"group": 1, "head_dim": 8, "tied": True},
-    {"group": 3, "head_dim": 64, "tied": False},
-    {"group": 4, "head_dim": 96, "tied": True, "num_kv_heads": 1},
-    {"group": 3, "head_dim": 128, "tied": False, "num_kv_heads": 1},
+    ({"group": 1, "head_dim": 8, "tied": True}, 1),
+    ({"group": 3, "head_dim": 64, "tied": False}, 4),
+    ({"group": 4, "head_dim": 96, "tied": True, "num_kv_heads": 1}, 16),
+    ({"group": 3, "head_dim": 128, "tied": False, "num_kv_heads": 1}, 32),
 ]
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: f"G{model['group']}-D{model['head_dim']}")
-def test_every_model_says_what_the_oracle_says(model):
+@pytest.mark.parametrize(("model", "page_size"), MODELS, ids=["G1-D8", "G3-D64", "G4-D96", "G3-D128"])
+def test_every_model_says_what_the_oracle_says_at_every_page_size(model, page_size):
     folder = tiny_folder(**model)
-    llm = make_llm(folder, **TINY)
+    llm = make_llm(folder, **{**TINY, "page_size": page_size, "num_pages": 1024 // page_size})
     tokens = check_alone(llm, family(0), folder=folder)
     assert tokens[0] == tokens[-1] and len(set(map(tuple, tokens))) > 4, "the answers hang on the prompts"
-    outputs = generate(llm, family(10))
-    check_greedy(outputs, folder)
+    forget(llm)
+    together = generate(llm, family(0))
+    assert tokens_of(together) == tokens
+    assert llm.stats["cached_tokens"] > 0
 
 
 def test_stories_come_out_as_the_oracle_tells_them(shared_data):
@@ -170,7 +173,7 @@ def test_no_chunk_size_changes_a_token(budget):
     "options",
     [
         {**TINY, "max_num_batched_tokens": 1, "max_num_seqs": 1},
-        {**TINY, "max_num_batched_tokens": 8, "num_pages": 24},
+        SLIM,
         WIDE,
     ],
     ids=lambda options: str(options["max_num_batched_tokens"]),
@@ -198,15 +201,6 @@ def test_neighbours_and_order_change_no_token():
         forget(llm)
         order = rng.sample(range(len(prompts)), len(prompts))
         assert tokens_of(generate(llm, [prompts[i] for i in order])) == [alone[i] for i in order]
-
-
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_no_page_size_changes_a_token(page_size):
-    llm = make_llm(**{**TINY, "page_size": page_size, "num_pages": 1024 // page_size})
-    tokens = check_alone(llm, family(7))
-    forget(llm)
-    outputs = generate(llm, family(7))
-    assert tokens_of(outputs) == tokens == tokens_of(generate(make_llm(), family(7)))
 
 
 def test_what_was_evicted_is_computed_again():
@@ -425,7 +419,7 @@ def test_the_next_turn_finds_the_answer_of_the_last():
 )
 def test_the_context_is_used_to_its_last_token(length, max_tokens, answer):
     """One or two tokens too few at the limit, or an index past the table: sglang#33814, vllm#16445 (C31)."""
-    llm = make_llm(**TINY)
+    llm = make_llm(**SLIM)
     (prompt,) = random_prompts(25, length)
     (output,) = generate(llm, [prompt], greedy(max_tokens))
     assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (answer, "length")

@@ -270,7 +270,7 @@ def test_evicting_looks_at_each_page_about_once(monkeypatch):
 def test_endless_touching_does_not_grow_the_queue():
     """C19: a heap that is cleaned lazily grows with every touch (vllm#7209)."""
     queue, nodes = EvictionQueue(lru), [Node(b"", i, Node(b"", 0, None, 0), 0) for i in range(1000)]
-    for time in range(100_000):
+    for time in range(50_000):
         node = nodes[time * 7 % 1000]
         node.last_use = time
         queue.push(node)
@@ -391,20 +391,6 @@ def test_pages_published_since_are_adopted_all_but_the_one_with_the_last_token()
     assert cache.adopt(late, tokens, 0) == 8, "something is left to compute, or there is nothing to sample from"
     assert len(cache.pool) == free + 2
     assert late.changed[-2:] == [0, 1]
-    cache.check()
-
-
-def test_a_claimed_page_is_waited_for_and_an_unclaimed_one_is_not():
-    cache, tokens = PrefixCache(20, 4), array("i", range(12))
-    leader = cache.open(tokens)
-    assert cache.grow(leader, 12)
-    claim = cache.next_page(leader, tokens)
-    assert cache.open(tokens, claimed={claim}) is None
-    assert not (cache.tables - {leader}), "who waits holds nothing"
-    assert cache.open(array("i", [0, 1, 2, 9, 4]), claimed={claim}) is not None
-    assert cache.open(tokens, reads=False, claimed={claim}) is not None
-    cache.publish(leader, tokens, 12, written=False)
-    assert cache.next_page(leader, tokens) is None
     cache.check()
 
 

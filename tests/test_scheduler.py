@@ -52,7 +52,7 @@ def workloads(draw):
 
 
 @given(workloads())
-@settings(max_examples=100, deadline=None, phases=PHASES)
+@settings(max_examples=60, deadline=None, phases=PHASES)
 def test_every_sequence_says_what_it_says_alone(workload):
     rng = random.Random(workload["seed"])
     engine = FakeEngine(**workload["engine"])
@@ -122,7 +122,8 @@ def test_many_equal_prompts_in_a_small_pool_compute_the_prefix_about_once(count,
 
 @pytest.mark.parametrize("abort_after", [1, 2, 3])
 def test_an_aborted_leader_strands_nobody(abort_after):
-    """C28: all wait for a leader that never finishes (sglang#2442). The followers are held back, then go on."""
+    """C28: all wait for a leader that never finishes (sglang#2442). The followers have
+    to wait while it takes the whole budget, then go on."""
     engine = FakeEngine(100, 4, budget=6, num_seqs=8, max_len=60)
     for _ in range(5):
         engine.add([1, 2, 0] * 10, 5)
