@@ -33,8 +33,8 @@ class LLM:
 
     model: a Hugging Face folder, a GGUF file, or with load_format="dummy" a config (random weights, for benchmarks).
     tokenizer: a folder or a GGUF file; None: the model's own, which a dummy model need not have. dtype: "auto" is
-    float32 on a CPU and the checkpoint's on a GPU. device: a JAX platform ("cpu", "gpu"); None: JAX's default. Everything else is
-    EngineConfig's. Raises ValueError for what does not fit together, before any weight is read where possible.
+    float32 on a CPU and the checkpoint's on a GPU. device: a JAX platform ("cpu", "gpu"); None: JAX's default. All else
+    is EngineConfig's. Raises ValueError for what does not fit together, before any weight is read where possible.
     """
 
     def __init__(
