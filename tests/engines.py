@@ -5,20 +5,25 @@ import contextlib
 import functools
 import shutil
 import tempfile
+from array import array
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 from oracle import OracleLlama
 from tiny_models import tiny_config, tiny_weights, write_checkpoint
 
 from prefix_jax import LLM, RequestOutput, SamplingParams
+from prefix_jax.request import Request
 
 SMALL = {"num_pages": 64, "max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 64}
 TINY = {"num_pages": 64, "max_model_len": 128, "max_num_seqs": 2, "max_num_batched_tokens": 16}
+SLIM = {**TINY, "max_num_batched_tokens": 8, "num_pages": 24}
 TIGHT = {"num_pages": 16, "page_size": 4, "max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 16}
 WIDE = {"num_pages": 192, "max_model_len": 256, "max_num_seqs": 64, "max_num_batched_tokens": 512}
+POISON = 1e4
 SURE = 1e-3  # two logits closer than this may change places in float32
 
 
@@ -155,3 +160,62 @@ class IdealCache:
 
 def _common(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def family(seed: int) -> list[list[int]]:
+    """Prompts that branch off one of 40 tokens: inside its pages, at their edges, beyond its end."""
+    (stem,) = random_prompts(seed, 40)
+    tails = random_prompts(seed + 1, *([9] * 6))
+    cuts = (5, 16, 31, 32, 33, 40)
+    branches = [[*stem[:cut], other_than([*stem, 0][cut]), *tail] for cut, tail in zip(cuts, tails, strict=True)]
+    return [stem, *branches, stem]
+
+
+def check_alone(llm, prompts, params=None, folder=None) -> list[list[int]]:
+    """Runs the prompts one after the other: the oracle's tokens, and exactly the ideal hits. Returns the tokens."""
+    ideal, tokens = IdealCache(llm.engine.config.page_size), []
+    for prompt in prompts:
+        outputs = generate(llm, [prompt], params)
+        expected = ideal.hits(prompt) if llm.engine.config.enable_prefix_caching else 0
+        assert cached_of(outputs) == [expected]
+        check_greedy(outputs, folder)
+        ideal.learn(outputs)
+        tokens += tokens_of(outputs)
+    return tokens
+
+
+def poison(llm, spare_pages=(), spare_slots=()) -> None:
+    """Overwrites every slot of the store but these."""
+    size = llm.engine.config.page_size
+    slots = (llm.engine.runner.num_pages + 1) * size
+    bad = np.ones(slots, bool)
+    for page in spare_pages:
+        bad[page * size : (page + 1) * size] = False
+    bad[list(spare_slots)] = False
+    overwrite = jax.jit(
+        lambda store: jax.tree.map(lambda x: jnp.where(bad[:, None, None], jnp.full_like(x, POISON), x), store)
+    )
+    llm.engine.runner.store = overwrite(llm.engine.runner.store)
+
+
+def pages_of(llm, tokens: list[int]) -> list[int]:
+    """The pages that the cache has for the full pages of these tokens, but for the last token."""
+    table = llm.engine.cache.open(array("i", tokens), publishes=False)
+    pages = [node.page for node in table.nodes]
+    llm.engine.cache.close(table)
+    return pages
+
+
+def add(llm, request_id: str, prompt: list[int], params: SamplingParams) -> None:
+    llm.engine.add(Request(request_id, tuple(prompt), params, len(prompt) + params.max_tokens))
+
+
+def drain(llm, between=lambda: None, limit: int = 5000) -> dict[str, object]:
+    """Steps until nothing is left, calling `between` before each; outputs by request id."""
+    outputs = {}
+    for _ in range(limit):
+        if not llm.engine.has_work:
+            return outputs
+        between()
+        outputs |= {output.request_id: output for output in llm.engine.step()}
+    raise AssertionError(f"not done after {limit} steps: {llm.engine.scheduler.__dict__}")

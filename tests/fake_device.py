@@ -184,6 +184,8 @@ class FakeEngine:
         self.cache.check()
         scheduler = self.scheduler
         rows = [sequence.row for sequence in scheduler.running]
+        orders = [sequence.order for sequence in scheduler.running]
+        assert orders == sorted(orders), "who came first is planned first, also after a preemption"
         assert sorted(rows + scheduler.free_rows) == list(range(scheduler.max_num_seqs))
         assert {sequence.table for sequence in scheduler.running} == self.cache.tables, "only running ones hold pages"
         assert all(sequence.table is None and sequence.row is None for sequence in scheduler.waiting)

@@ -1,0 +1,202 @@
+"""Every kind of bad input: what is refused, what the error says, and that the others run."""
+
+import pytest
+from engines import (
+    SMALL,
+    check_greedy,
+    compiling_once,
+    generate,
+    greedy,
+    make_llm,
+    random_prompts,
+    tiny_folder,
+    tokens_of,
+)
+from tiny_models import tiny_config, tiny_weights, write_checkpoint
+
+from prefix_jax import LLM, SamplingParams
+
+
+@pytest.fixture
+def llm() -> LLM:
+    return make_llm()
+
+
+BAD_PROMPTS = {
+    "the prompt is empty: it has no tokens": [],
+    "the prompt has 257 tokens, max_model_len is 256": [5] * 257,
+    "token ids must be in [0, 300), got [300]": [5, 300, 6],
+    "token ids must be in [0, 300), got [-1, 2147483648]": [5, -1, 2**31],
+    "a prompt must be text, a list of token ids, or a dict of these, got [1.5]": [1.5],
+    "a prompt must be text, a list of token ids, or a dict of these, got [5, True]": {"prompt_token_ids": [5, True]},
+    "a prompt must be text, a list of token ids, or a dict of these, got [[5]]": [[5]],
+    "a prompt must be text, a list of token ids, or a dict of these, got None": None,
+    "a prompt must be text, a list of token ids, or a dict of these, got 3.0": 3.0,
+    "a prompt dict needs one of prompt, prompt_token_ids, messages, got none": {},
+    "a prompt dict needs one of prompt, prompt_token_ids, messages, got text": {"text": "hi"},
+    "a prompt dict needs one of prompt, prompt_token_ids, messages, got prompt, messages": {
+        "prompt": "a",
+        "messages": [],
+    },
+    "cache_salt must be a string, got ['a']": {"prompt": "a", "cache_salt": ["a"]},
+    "request_id 'twice' is taken": {"prompt": "a", "request_id": "twice"},
+}
+
+
+def test_one_error_names_every_bad_prompt_and_nothing_is_run(llm):
+    """Out-of-range ids silently take another token's row: vllm#51795, vllm#22471 (C47)."""
+    prompts = ["fine", {"prompt": "fine too", "request_id": "twice"}, *BAD_PROMPTS.values(), "", "fine"]
+    with pytest.raises(ValueError, match="prompts cannot run; nothing was run") as raised:
+        generate(llm, prompts)
+    lines = str(raised.value).splitlines()
+    assert lines[0].startswith(f"{len(BAD_PROMPTS) + 1} of {len(prompts)} prompts")
+    assert lines[1:] == [
+        *(f"  prompts[{index}]: {error}" for index, error in enumerate(BAD_PROMPTS, start=2)),
+        f"  prompts[{len(prompts) - 2}]: the prompt is empty: it has no tokens",
+    ]
+    assert llm.stats["computed_tokens"] == 0 and not llm.engine.has_work
+
+
+def test_with_on_error_return_the_others_run(llm):
+    """One too long prompt loses the good ones, or is left over for the next call: vllm#1655, vllm#16732 (C32)."""
+    good = random_prompts(12, 5, 6)
+    shown = []
+    prompts = [good[0], {"prompt": "x", "request_id": "twice"}, *BAD_PROMPTS.values(), good[1]]
+    outputs = generate(llm, prompts, on_error="return", on_output=shown.append)
+    assert len(outputs) == len(shown) == len(prompts)
+    assert [output.error for output in outputs] == [None, None, *BAD_PROMPTS, None]
+    for output in outputs[2:-1]:
+        assert output.outputs[0].finish_reason == "error" and output.finished
+        assert output.outputs[0].token_ids == [] == output.prompt_token_ids
+    check_greedy([outputs[0], outputs[-1]])
+    assert [output.prompt_token_ids for output in (outputs[0], outputs[-1])] == good
+    assert len(generate(llm, good)) == 2, "the next call has its own only"
+    for only_bad in ([[]], [[5] * 257, []]):
+        assert all(output.error for output in generate(llm, only_bad, on_error="return"))
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_one_too_long_prompt_leaves_the_order_as_it_is(llm, place):
+    """vllm#1655, vllm#16732 (C32)."""
+    prompts = random_prompts(13, 4, 5)
+    prompts.insert(place, [5] * 257)
+    outputs = generate(llm, prompts, on_error="return")
+    assert [bool(output.error) for output in outputs] == [i == place for i in range(3)]
+    check_greedy([output for output in outputs if not output.error])
+    assert [len(output.prompt_token_ids) for output in generate(llm, random_prompts(14, 3))] == [3]
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"prefix_pos": -1}, r"prompts\[0\]: prefix_pos must not be negative, got -1"),
+        ({"prefix_pos": [0, -5]}, r"1 of 2 prompts.*\n  prompts\[1\]: prefix_pos must not be negative, got -5"),
+        ({"prefix_pos": [1]}, "prefix_pos has 1 entries for 2 prompts"),
+        ({"prefix_pos": [1, 2, 3]}, "prefix_pos has 3 entries for 2 prompts"),
+        ({"prefix_pos": 1.5}, r"prefix_pos\[0\] is not usable: 1.5"),
+        ({"prefix_pos": [1, "2"]}, r"prefix_pos\[1\] is not usable: '2'"),
+        ({"prefix_pos": [None, True]}, r"prefix_pos\[1\] is not usable: True"),
+        ({"params": [greedy()]}, "sampling_params has 1 entries for 2 prompts"),
+        ({"params": [greedy(), None]}, r"sampling_params\[1\] is not usable: None"),
+        ({"params": {"temperature": 0}}, r"sampling_params\[0\] is not usable"),
+        ({"on_error": "ignore"}, 'on_error must be "raise" or "return", got \'ignore\''),
+        ({"params": greedy(stop_token_ids=[300])}, r"prompts\[0\]: stop_token_ids must be in \[0, 300\), got \[300\]"),
+        ({"params": greedy(stop_token_ids=[-1])}, r"stop_token_ids must be in \[0, 300\), got \[-1\]"),
+    ],
+)
+def test_bad_options_show_what_was_got(llm, options, error):
+    """Ids past the vocabulary index a neighbour's row: vllm#54195, vllm#16529 (C46)."""
+    options = dict(options)
+    params = options.pop("params", None)
+    with pytest.raises((ValueError, TypeError), match=error):
+        generate(llm, ["a", "b"], params, **options)
+    assert llm.stats["computed_tokens"] == 0 and not llm.engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("values", "error"),
+    [
+        ({"temperature": -0.1}, "temperature must be at least 0.*got -0.1"),
+        ({"temperature": float("nan")}, "temperature must be at least 0.*got nan"),
+        ({"temperature": float("inf")}, "temperature must be at least 0.*got inf"),
+        ({"temperature": "hot"}, "temperature must be a number, got 'hot'"),
+        ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),
+        ({"top_p": 1.01}, r"top_p must be in \(0, 1\], got 1.01"),
+        ({"top_p": float("nan")}, r"top_p must be in \(0, 1\]"),
+        ({"top_k": -2}, "top_k must be -1 or 0"),
+        ({"top_k": 2**31}, "top_k must be -1 or 0"),
+        ({"top_k": 1.5}, "top_k must be an integer, got 1.5"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        ({"max_tokens": True}, "max_tokens must be an integer, got True"),
+        ({"seed": -1}, "seed must be in"),
+        ({"seed": 2**64}, "seed must be in"),
+        ({"stop": ["a", ""]}, "stop must be non-empty strings, got ''"),
+        ({"stop": [5]}, "stop must be non-empty strings, got 5"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids must be an integer, got 'a'"),
+    ],
+)
+def test_sampling_parameters_out_of_range_are_refused(values, error):
+    """C44: NaN, negative and infinite temperatures (vllm#1623)."""
+    with pytest.raises((ValueError, TypeError), match=error):
+        SamplingParams(**values)
+
+
+def test_sampling_parameters_at_the_edges_are_accepted(llm):
+    for values in ({"temperature": 1e-8}, {"top_p": 1e-6}, {"top_k": -1}, {"top_k": 2**31 - 1}, {"seed": 2**64 - 1},
+                   {"max_tokens": None}, {"max_tokens": 10**6}, {"stop": None}, {"temperature": 1000}):  # fmt: skip
+        (output,) = generate(llm, [[5, 6]], SamplingParams(**values))
+        assert output.outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size must be 1, got 2"),
+        ({"page_size": 0}, "page_size must be a positive integer, got 0"),
+        ({"num_pages": -1}, "num_pages must be a positive integer, got -1"),
+        ({"max_num_seqs": True}, "max_num_seqs must be a positive integer, got True"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens must be a positive integer, got 0"),
+        ({"max_model_len": 0}, "max_model_len must be a positive integer, got 0"),
+        ({"memory_fraction": 0}, r"memory_fraction must be in \(0, 1\], got 0"),
+        ({"memory_fraction": 1.5}, r"memory_fraction must be in \(0, 1\], got 1.5"),
+        ({"pin_fraction": -1}, r"pin_fraction must be in \(0, 1\], got -1"),
+        ({"schedule_policy": "luck"}, "schedule_policy must be one of fifo.*, got 'luck'"),
+        ({"dtype": "float8"}, "dtype must be auto, float32, bfloat16, float16, got 'float8'"),
+        ({"device": "abacus"}, "no device 'abacus': JAX has .*cpu"),
+        ({"attention": "guess"}, "guess"),
+        ({"load_format": "guess"}, "guess"),
+    ],
+)
+def test_options_that_make_no_engine_are_refused(options, error):
+    with pytest.raises((ValueError, TypeError), match=error):
+        LLM(tiny_folder(), use_tqdm=False, **options)
+
+
+def test_a_tokenizer_that_does_not_fit_the_model_is_refused(tmp_path):
+    """Ids past the embedding take another token's row: trl#3425, vllm#9634 (C79)."""
+    small = write_checkpoint(tmp_path, tiny_config(vocab_size=200), tiny_weights(tiny_config(vocab_size=200)))
+    with pytest.raises(ValueError, match="the tokenizer does not fit the model: its highest id is 271"):
+        LLM(small, use_tqdm=False)
+    with pytest.raises(ValueError, match="the tokenizer does not fit the model"):
+        LLM(small, tokenizer=tiny_folder(), use_tqdm=False)
+
+
+def test_a_model_without_a_tokenizer_takes_token_ids_alone():
+    with compiling_once():
+        llm = LLM(tiny_config(), load_format="dummy", use_tqdm=False, **SMALL)
+    assert (
+        tokens_of(generate(llm, [[5, 6, 7]], greedy(3)))[0] and generate(llm, [[5]], greedy(3))[0].outputs[0].text == ""
+    )
+    outputs = generate(llm, ["text", {"messages": []}, [5]], [greedy(), greedy(), greedy(stop="a")], on_error="return")
+    why = "text needs a tokenizer, and this model was loaded without one: give token ids"
+    assert [output.error for output in outputs] == [
+        why,
+        why,
+        "stop strings need a tokenizer, and this model was loaded without one",
+    ]
+
+
+def test_no_memory_for_one_page_is_said_in_bytes():
+    """The pool is sized without what else needs memory, and fails at the first large step: vllm#54383 (C40)."""
+    with pytest.raises((MemoryError, ValueError), match=r"no memory for one page: a page takes [\d,]+ bytes"):
+        LLM(tiny_folder(), use_tqdm=False, memory_fraction=1e-15, max_num_seqs=1, max_num_batched_tokens=1)
