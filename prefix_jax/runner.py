@@ -105,11 +105,11 @@ class Runner:
 
     def _measure_num_pages(self, memory_fraction: float) -> int:
         """Pages for what is free: on a device that reports its memory, after the largest bucket ran over a store of one
-        page; on a host, a tenth of its free memory, or as much as all rows can use if that is less."""
+        page; on a host, a tenth of its memory, or as much as all rows can use if that is less."""
         page = kv_store.page_bytes(self.config, self.page_size, self.dtype)
         limit = kv_store.max_pages(self.config, self.page_size, self.dtype) - 1
         if not _memory_stats():
-            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * memory_fraction / 10
+            free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * memory_fraction / 10
             limit = min(limit, self.batcher.max_num_seqs * self.batcher.max_pages)
         else:
             largest = max(self.batcher.buckets, key=lambda bucket: bucket.num_tokens)

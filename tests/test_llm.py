@@ -1,4 +1,4 @@
-"""What a caller gets from LLM: results in order, reasons, texts, prefixes, and an answer to every kind of bad input."""
+"""What a caller gets from LLM: results in order, reasons, texts and prefixes."""
 
 import gzip
 
