@@ -181,7 +181,7 @@ class LLM:
     ) -> Request:
         text, token_ids, options = self._read_prompt(prompt)
         vocab, longest = self.model_config.vocab_size, self.engine.max_model_len
-        if not token_ids:
+        if not token_ids or text == "":  # a BOS token alone is nothing to continue
             raise ValueError("the prompt is empty: it has no tokens")
         if len(token_ids) > longest:
             raise ValueError(f"the prompt has {len(token_ids)} tokens, max_model_len is {longest}")

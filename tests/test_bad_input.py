@@ -57,6 +57,13 @@ def test_one_error_names_every_bad_prompt_and_nothing_is_run(llm):
     assert llm.stats["computed_tokens"] == 0 and not llm.engine.has_work
 
 
+def test_an_empty_text_is_refused_also_where_the_tokenizer_adds_a_token_to_it(llm, monkeypatch):
+    """Zero tokens reach the scheduler and kill the engine, or only where there is no BOS: vllm#7283 (C64)."""
+    monkeypatch.setattr(llm.tokenizer, "encode", lambda text: [1])
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        generate(llm, [""])
+
+
 def test_with_on_error_return_the_others_run(llm):
     """One too long prompt loses the good ones, or is left over for the next call: vllm#1655, vllm#16732 (C32)."""
     good = random_prompts(12, 5, 6)
