@@ -38,7 +38,9 @@ def copy_pages(store: KVStore, sources: Int[Array, " n"], targets: Int[Array, " 
 
     def copy(slots: Array) -> Array:
         pages = slots.reshape(-1, page_size, *slots.shape[1:])
-        return pages.at[targets].set(pages[sources]).reshape(slots.shape)
+        # Without the barrier XLA fuses the read into the write, and copies the whole array to make that right.
+        read = jax.lax.optimization_barrier(pages[sources])
+        return pages.at[targets].set(read).reshape(slots.shape)
 
     return jax.tree.map(copy, store)
 

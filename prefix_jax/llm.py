@@ -290,6 +290,8 @@ def _one_each(name: str, value: Any, count: int, kind: type | tuple[type, ...]) 
 
 def _token_list(tokens: Any) -> list[int]:
     tokens = tokens.tolist() if isinstance(tokens, np.ndarray) else tokens
+    if isinstance(tokens, Sequence) and set(map(type, tokens)) == {int}:
+        return list(tokens)  # nearly always: asking each token for its abstract class takes a second per million
     if not isinstance(tokens, Sequence) or any(isinstance(t, bool) or not isinstance(t, Integral) for t in tokens):
         raise TypeError(f"a prompt must be text, a list of token ids, or a dict of these, got {tokens!r:.80}")
     return [int(token) for token in tokens]

@@ -119,7 +119,9 @@ class Runner:
             run = self.lower(largest, 1).compile()
             jax.block_until_ready(run(self.params, self.store, self.page_table, self.last_tokens, batch.packed))
             stats = _memory_stats()
-            free = stats["bytes_limit"] * memory_fraction - stats["peak_bytes_in_use"]
+            # Not the peak of the process: that counts what an earlier engine had, too.
+            used = stats["bytes_in_use"] + run.memory_analysis().temp_size_in_bytes
+            free = stats["bytes_limit"] * memory_fraction - used
         if free < page:
             raise MemoryError(f"no memory for one page: a page takes {page:,} bytes, {int(free):,} are free")
         num_pages = min(limit, int(free // page))

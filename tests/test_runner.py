@@ -1,6 +1,9 @@
 """The device half: what is compiled and when, what is donated, what the device knows of pages, what lowers where."""
 
+import functools
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from engines import (
@@ -16,8 +19,11 @@ from engines import (
     tiny_folder,
 )
 from test_kernel_lowering import an_h200
+from tiny_models import tiny_config
 
 from prefix_jax import LLM
+from prefix_jax.kv_store import copy_pages, make_kv_store
+from prefix_jax.models.llama import LlamaConfig
 from prefix_jax.runner import CHANGE_GROUP, COPY_GROUP, Runner
 
 
@@ -185,3 +191,18 @@ def test_the_step_with_the_kernel_lowers_for_cuda(model, dtype, unstarted):
         names = ("draw", "lowest_kept", "merge")
         assert all(any(name in line for line in calls) for name in names)
         assert len(calls) > len(names)
+
+
+def test_copying_pages_copies_pages_and_not_the_store():
+    store = make_kv_store(LlamaConfig.from_hf(tiny_config()), 500, 4, jnp.float32)
+    index = jax.ShapeDtypeStruct((16,), jnp.int32)
+    jitted = jax.jit(functools.partial(copy_pages, page_size=4), donate_argnums=0)
+    memory = jitted.lower(store, index, index).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < store[0][0].nbytes, "the read is not fused into the write"
+    assert memory.alias_size_in_bytes == sum(slots.nbytes for layer in store for slots in layer)
+    targets, sources = jnp.array([3, 7] + [0] * 14), jnp.array([9, 3] + [0] * 14)
+    filled = jax.tree.map(lambda slots: jnp.arange(slots.size, dtype=slots.dtype).reshape(slots.shape), store)
+    before = np.asarray(filled[1][0]).reshape(501, 4, -1)
+    after = np.asarray(jitted(filled, sources, targets)[1][0]).reshape(501, 4, -1)
+    np.testing.assert_array_equal(after[[3, 7]], before[[9, 3]], "every source is read before any target is written")
+    np.testing.assert_array_equal(np.delete(after, [3, 7], 0), np.delete(before, [3, 7], 0))
