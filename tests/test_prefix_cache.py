@@ -423,3 +423,28 @@ def test_the_scratch_page_is_never_handed_out():
     assert sorted(pool.take(5)) == [1, 2, 3, 4, 5]
     with pytest.raises(AssertionError, match="want 1 pages, 0 of 5 free"):
         pool.take(1)
+
+
+def test_no_lookup_trusts_a_hash():
+    """A collision serves another prompt's keys and values: vllm#12621, vllm#15297 (C11). Pages are compared by their
+    tokens and have no hash; namespaces have one, and here all of them the same."""
+
+    class Salt(str):
+        __hash__ = lambda self: 7  # noqa: E731
+
+    cache = PrefixCache(100, 4)
+    rng = random.Random(11)
+    prompts = [(Salt(name), array("i", rng.choices(range(3), k=17))) for name in "abcde"]
+    for salt, tokens in prompts:
+        cache.step += 1
+        table = cache.open(tokens, salt)
+        assert table.cached_len == 0, "nothing of another namespace"
+        assert cache.grow(table, 17)
+        cache.publish(table, tokens, 17, written=False)
+        cache.close(table)
+    for salt, tokens in prompts:
+        cache.step += 1
+        table = cache.open(tokens, salt)
+        assert table.cached_len == 16
+        cache.close(table)
+    cache.check()
