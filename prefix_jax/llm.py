@@ -219,7 +219,7 @@ class LLM:
             if given == ["messages"]:
                 self._need_tokenizer()
                 text = self.tokenizer.render_chat(prompt["messages"])
-                return text, self.tokenizer.encode_chat(prompt["messages"]), options
+                return text, self.tokenizer.encode_rendered(text), options
             if "prompt_token_ids" in given:
                 return prompt.get("prompt"), _token_list(prompt["prompt_token_ids"]), options
             prompt = prompt["prompt"]

@@ -113,7 +113,10 @@ class Tokenizer:
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
         """Ids of the rendered chat; the template alone says which special tokens there are."""
-        text = self.render_chat(messages, add_generation_prompt)
+        return self.encode_rendered(self.render_chat(messages, add_generation_prompt))
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Ids of a chat that has been rendered already."""
         return self._backend.encode(text, add_special_tokens=False).ids
 
     @cached_property
