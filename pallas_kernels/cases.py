@@ -1,6 +1,7 @@
 """Named cases of paged attention, for tests, tuning and benchmarks alike, and the arrays that belong to them."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ class Case:
     cut: the longest range of a tile, 0 for no limit.
     scatter: tokens and ranges are thrown into tiles at random instead of in order.
     tile_rows: R of the wide tile list; a tile of one token goes to the narrow one.
+    softcap, window, alibi: of the scores; slopes are then 2 ** -(h + 1).
     """
 
     name: str
@@ -30,6 +32,9 @@ class Case:
     shared: int = 0
     cut: int = 0
     scatter: bool = False
+    softcap: float | None = None
+    window: int | None = None
+    alibi: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -67,6 +72,11 @@ CASES = (
     Case("shared_many", "more sequences than rows of a tile", tuple((32 + n, 1) for n in range(11)), shared=32),
     Case("shared_cut", "the shared range is cut as well", ((200, 1), (170, 1), (160, 1)), shared=160, cut=64, group=1),
     Case("shared_chunk", "chunks over a shared prefix", ((32, 9), (40, 3), (33, 1)), shared=32),
+    Case("softcap", "as in Gemma 2; small enough to bite", MIXED, softcap=2.0),
+    Case("window", "as in Mistral: inside a block, a page, a chunk", MIXED, window=37, group=1),
+    Case("window_1", "a query that sees itself alone", CHUNKS, window=1, cut=16),
+    Case("alibi", "as in MPT", MIXED, alibi=True, group=3, head_dim=80),
+    Case("all_scoring", "with cut ranges", MIXED, softcap=5.0, window=50, alibi=True, cut=48),
     Case("scatter", "any tokens of a sequence in any tile, any ranges", MIXED, scatter=True),
     Case("scatter_page_4", "the same, D padded", CHUNKS, scatter=True, page_size=4, group=3, head_dim=80),
 )
@@ -74,7 +84,8 @@ CASES = (
 
 @dataclasses.dataclass(frozen=True)
 class Arrays:
-    """Arguments of paged_attention; `row` [T] is each token's row of the page table, `idle` marks tokens in no tile."""
+    """Arguments of paged_attention; `row` [T] is each token's row of the page table, `idle` marks tokens in no tile;
+    `options` are those of the scores."""
 
     q: jax.Array
     k_slots: jax.Array
@@ -85,6 +96,7 @@ class Arrays:
     merge: Merge | None
     row: jax.Array
     idle: np.ndarray
+    options: dict[str, Any]
 
 
 def build(case: Case, dtype: jax.typing.DTypeLike, seed: int = 0) -> Arrays:
@@ -109,6 +121,7 @@ def build(case: Case, dtype: jax.typing.DTypeLike, seed: int = 0) -> Arrays:
         values = rng.standard_normal((*shape, case.head_dim), np.float32)
         return jnp.asarray(np.where(where, values, np.float32(np.nan)).astype(dtype))
 
+    slopes = jnp.exp2(-1.0 - jnp.arange(case.num_kv_heads * case.group, dtype=jnp.float32))
     return Arrays(
         q=normal(len(row), case.num_kv_heads * case.group),
         k_slots=normal(len(owned), case.num_kv_heads, where=owned[:, None, None]),
@@ -119,6 +132,7 @@ def build(case: Case, dtype: jax.typing.DTypeLike, seed: int = 0) -> Arrays:
         merge=merge,
         row=jnp.asarray(row, jnp.int32),
         idle=np.arange(len(row)) >= len(row) - 2,
+        options={"softcap": case.softcap, "window": case.window, "alibi_slopes": slopes if case.alibi else None},
     )
 
 

@@ -1,5 +1,7 @@
 """Partial results of cut tokens -> one, by log-sum-exp in float32, in the order of positions."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -9,7 +11,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import triton
 from pallas_kernels.tiles import Merge, Partials
 
-HEADS, STEP, NUM_WARPS = 8, 4, 4  # a program merges 8 heads of a token, 4 partials at a time
+STEP, NUM_WARPS = 4, 4  # partials that a program merges at a time
 
 
 def merge_xla(x: Float[Array, "T Hq D"], partials: Partials, merge: Merge) -> Float[Array, "T Hq D"]:
@@ -39,10 +41,12 @@ def merge_pallas(
     x: Float[Array, "T Hq D"], partials: Partials, merge: Merge, *, interpret: bool = False
 ) -> Float[Array, "T Hq D"]:
     """The same as a kernel; the result takes the place of x, in the same memory."""
+    # Few tokens: short programs fill the device. Many: every program costs, and most may find nothing to do.
+    heads = 8 if merge.token.shape[0] <= 64 else min(32, pl.next_power_of_2(x.shape[1]))
     return triton.launch(
-        _kernel,
+        functools.partial(_kernel, heads=heads),
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        grid=(merge.token.shape[0], pl.cdiv(x.shape[1], HEADS)),
+        grid=(merge.token.shape[0], pl.cdiv(x.shape[1], heads)),
         aliases={0: 0},
         num_warps=NUM_WARPS,
         num_stages=1,
@@ -59,32 +63,34 @@ def _kernel(
     first_ref,
     count_ref,
     out_ref,  # [T, Hq, D]
+    *,
+    heads: int,
 ):
-    """One program for a (cut token, HEADS of its heads)."""
+    """One program for a (cut token, so many of its heads)."""
     num_tokens, num_heads, head_dim = x_ref.shape
     i = pl.program_id(0)
     token, first, count = token_ref[i], first_ref[i], count_ref[i]
     lanes = pl.next_power_of_2(head_dim)
-    head = pl.program_id(1) * HEADS + lax.iota(jnp.int32, HEADS)
+    head = pl.program_id(1) * heads + lax.iota(jnp.int32, heads)
     lane = lax.iota(jnp.int32, lanes)
 
     def body(j, carry):
         peak, total, acc = carry
         step = j * STEP + lax.iota(jnp.int32, STEP)
-        flat = (STEP, HEADS)
+        flat = (STEP, heads)
         at = jnp.broadcast_to((first + step)[:, None], flat)
-        heads = jnp.broadcast_to(head[None, :], flat)
+        columns = jnp.broadcast_to(head[None, :], flat)
         there = (step < count)[:, None] & (head < num_heads)[None, :]
-        lse = triton.load(lse_ref.at[at, heads], mask=there, other=-jnp.inf)
+        lse = triton.load(lse_ref.at[at, columns], mask=there, other=-jnp.inf)
         new_peak = jnp.maximum(peak, lse.max(axis=0))
         shift = jnp.where(new_peak > -jnp.inf, new_peak, 0.0)  # -inf - -inf is NaN
         weight = jnp.exp2(lse - shift[None, :])
-        cube = (STEP, HEADS, lanes)
+        cube = (STEP, heads, lanes)
         mask = there[:, :, None] & (lane < head_dim)[None, None, :]
         value = triton.load(
             value_ref.at[
                 jnp.broadcast_to(at[:, :, None], cube),
-                jnp.broadcast_to(heads[:, :, None], cube),
+                jnp.broadcast_to(columns[:, :, None], cube),
                 jnp.broadcast_to(lane[None, None, :], cube),
             ],
             mask=mask,
@@ -94,11 +100,11 @@ def _kernel(
         acc = acc * fade[:, None] + (value * weight[:, :, None]).sum(axis=0)
         return new_peak, total * fade + weight.sum(axis=0), acc
 
-    blank = jnp.zeros((HEADS,), jnp.float32)
-    carry = blank - jnp.inf, blank, jnp.zeros((HEADS, lanes), jnp.float32)
+    blank = jnp.zeros((heads,), jnp.float32)
+    carry = blank - jnp.inf, blank, jnp.zeros((heads, lanes), jnp.float32)
     _, total, acc = lax.fori_loop(0, pl.cdiv(count, STEP), body, carry)
     value = acc / jnp.where(total > 0, total, 1.0)[:, None]
-    shape = (HEADS, lanes)
+    shape = (heads, lanes)
     token = jnp.where(count > 0, token, num_tokens)
     mask = (head < num_heads)[:, None] & (lane < head_dim)[None, :] & (token < num_tokens)
     at = jnp.broadcast_to(token, shape), jnp.broadcast_to(head[:, None], shape), jnp.broadcast_to(lane[None, :], shape)

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import tile_attention as pallas
 from pallas_kernels import xla_attention as xla
 from pallas_kernels.merge import merge_pallas, merge_xla
+from pallas_kernels.scoring import Scoring
 from pallas_kernels.tile_attention import Config, default_config
 from pallas_kernels.tiles import Merge, Partials, Tiles
 
@@ -28,6 +29,9 @@ def paged_attention(
     *,
     page_size: int,
     scale: float | None = None,
+    softcap: float | None = None,
+    window: int | None = None,
+    alibi_slopes: Float[Array, " Hq"] | None = None,
     implementation: Implementation | None = None,
     configs: Sequence[Config | None] | None = None,
 ) -> Float[Array, "T Hq D"]:
@@ -38,7 +42,7 @@ def paged_attention(
     other reader.
 
     Args:
-        scale: of the scores; 1 / sqrt(D) unless given.
+        scale: of the scores; 1 / sqrt(D) unless given. softcap, window, alibi_slopes: see Scoring.
         implementation: None chooses, by backend and shapes; a named one runs or raises.
         configs: one for each tile list, None for the default; the XLA implementation has no use for them.
 
@@ -47,7 +51,8 @@ def paged_attention(
     _check_arrays(q, k_slots, v_slots, positions, page_table, page_size)
     _check_tiles(tile_lists, merge, configs)
     implementation = _choose(implementation, q, k_slots)
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    scoring = Scoring(1 / math.sqrt(q.shape[-1]) if scale is None else scale, softcap, window, alibi_slopes)
+    _check_scoring(scoring, q)
     num_partials = merge.num_partials if merge is not None else 0
     x, partials = q, None
     if implementation == "xla":
@@ -58,7 +63,7 @@ def paged_attention(
             if tiles.token.shape[0] == 0:
                 continue
             x, partials = xla.tile_attention(
-                x, partials, tiles, positions, page_table, k_slots, v_slots, page_size=page_size, scale=scale
+                x, partials, tiles, positions, page_table, k_slots, v_slots, page_size=page_size, scoring=scoring
             )
         return x if merge is None else merge_xla(x, partials, merge)
 
@@ -76,7 +81,7 @@ def paged_attention(
             v_slots,
             num_partials=num_partials,
             page_size=page_size,
-            scale=scale,
+            scoring=scoring,
             config=config or default_config(tiles.token.shape[1], q.shape[1] // k_slots.shape[1], q.shape[2], q.dtype),
             interpret=interpret,
         )
@@ -148,6 +153,16 @@ def _check_arrays(q, k_slots, v_slots, positions, page_table, page_size):
     for name, a in (("positions", positions), ("page_table", page_table)):
         if a.dtype != jnp.int32:
             raise ValueError(f"{name} must be int32, got {a.dtype}")
+
+
+def _check_scoring(scoring, q):
+    for name in ("scale", "softcap", "window"):
+        value = getattr(scoring, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name} must be a positive number, got {value!r}")
+    slopes = scoring.alibi_slopes
+    if slopes is not None and (slopes.shape != q.shape[1:2] or slopes.dtype != jnp.float32):
+        raise ValueError(f"alibi_slopes must be float32 [Hq] = [{q.shape[1]}], got {slopes.dtype} {slopes.shape}")
 
 
 def _check_tiles(tile_lists, merge, configs):

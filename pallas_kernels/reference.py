@@ -17,8 +17,12 @@ def reference(
     *,
     page_size: int,
     scale: float | None = None,
+    softcap: float | None = None,
+    window: int | None = None,
+    alibi_slopes: Float[Array, " Hq"] | None = None,
 ) -> Float[Array, "T Hq D"]:
-    """Attention of each token t to the positions 0 … positions[t] of row rows[t]; float32, whatever comes in.
+    """Attention of each token t to the positions 0 … positions[t] of row rows[t], or to the last `window` of these;
+    float32, whatever comes in.
 
     Memory grows with T x P x page_size: for tests only.
     """
@@ -26,11 +30,16 @@ def reference(
     group = num_heads // k_slots.shape[1]
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
     slots = (page_table[:, :, None] * page_size + jnp.arange(page_size)).reshape(page_table.shape[0], -1)
-    visible = jnp.arange(slots.shape[1]) <= positions[:, None]  # [T, positions]
+    away = positions[:, None] - jnp.arange(slots.shape[1])  # [T, positions]
+    visible = (away >= 0) & (away < (window or slots.shape[1]))
     k = k_slots[slots[rows]].astype(jnp.float32)  # [T, positions, Hkv, D]
     v = v_slots[slots[rows]].astype(jnp.float32)
     v = jnp.where(visible[:, :, None, None], v, 0.0)  # what is not visible may be NaN, and 0 * NaN is NaN
     k, v = jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)  # query head h reads KV head h // group
     scores = jnp.einsum("thd,tjhd->thj", q.astype(jnp.float32), k, precision=jax.lax.Precision.HIGHEST) * scale
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    if alibi_slopes is not None:
+        scores -= alibi_slopes[:, None] * away[:, None, :].astype(jnp.float32)
     weights = jax.nn.softmax(jnp.where(visible[:, None, :], scores, -jnp.inf), axis=-1)
     return jnp.einsum("thj,tjhd->thd", weights, v, precision=jax.lax.Precision.HIGHEST)

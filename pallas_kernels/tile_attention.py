@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +10,8 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import triton
+from pallas_kernels.scoring import MASKED, Scoring
 from pallas_kernels.tiles import Partials, Tiles
-
-MASKED = -1e30  # finite: the difference of two masked maxima must not be NaN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +29,7 @@ def default_config(rows: int, group: int, head_dim: int, dtype: jax.typing.DType
     if jnp.dtype(dtype).itemsize == 4:
         return Config(block_kv=32, num_warps=8 if wide and head_dim > 64 else 4, num_stages=2)
     if wide:
-        return Config(block_kv=64, num_warps=8 if head_dim > 128 else 4, num_stages=2)
+        return Config(block_kv=64, num_warps=8 if head_dim > 128 else 4, num_stages=3 if head_dim <= 128 else 2)
     return Config(block_kv=64, num_warps=4, num_stages=3)
 
 
@@ -51,7 +49,7 @@ def tile_attention(
     *,
     num_partials: int,
     page_size: int,
-    scale: float,
+    scoring: Scoring,
     config: Config,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T Hq D"], Partials | None]:
@@ -61,9 +59,7 @@ def tile_attention(
     """
     _, num_heads, head_dim = x.shape
     num_kv_heads = k_slots.shape[1]
-    kernel = functools.partial(
-        _kernel, num_partials=num_partials, page_size=page_size, scale=scale, block_kv=config.block_kv
-    )
+    kernel = functools.partial(_kernel, num_partials=num_partials, page_size=page_size, block_kv=config.block_kv)
     out_shape = [jax.ShapeDtypeStruct(x.shape, x.dtype)]
     aliases = {0: 0}
     if partials is not None:
@@ -81,7 +77,7 @@ def tile_attention(
         num_stages=config.num_stages,
         interpret=interpret,
         name=f"tile_attention_{tiles.token.shape[1]}",
-    )(x, earlier, vars(tiles), positions, page_table, k_slots, v_slots)
+    )(x, earlier, vars(tiles), positions, page_table, k_slots, v_slots, scoring)
     return outputs[0], Partials(*outputs[1:]) if len(outputs) > 1 else None
 
 
@@ -93,10 +89,10 @@ def _kernel(
     page_table_ref,  # [B, P]
     k_ref,  # [num_slots, Hkv, D]
     v_ref,
+    scoring,
     *out_refs,  # [T, Hq, D], and where there are partials [C, Hq, D] and [C, Hq]; the first in the memory of x_ref
     num_partials: int,
     page_size: int,
-    scale: float,
     block_kv: int,
 ):
     """One program for a (tile, KV head): M = R * G query rows, kept; the range, walked once in steps of block_kv.
@@ -119,6 +115,11 @@ def _kernel(
     head = kv_head * group + index % group
     lane = lax.iota(jnp.int32, max(16, pl.next_power_of_2(head_dim)))
     q = _load_rows(x_ref, (token, head), lane, real)
+    slope = None
+    if scoring.alibi_slopes is not None:
+        slope = triton.load(scoring.alibi_slopes.at[head], mask=real, other=0.0)[:, None]
+
+    unit = scoring.unit
 
     def body(i, carry):
         acc, peak, total = carry
@@ -127,12 +128,12 @@ def _kernel(
         page = page_table_ref[table_row, owned // page_size]
         slot = page * page_size + owned % page_size
         k = _load_rows(k_ref, (slot, kv_head), lane)
-        scores = triton.dot(q, k, trans_b=True) * (scale * math.log2(math.e))
-        visible = (kv_position[None, :] <= position[:, None]) & (kv_position < end)[None, :]
-        scores = jnp.where(visible, scores, MASKED)
+        products = triton.dot(q, k, trans_b=True)
+        scores = scoring.scores(products, kv_position[None, :] - position[:, None], slope)
+        scores = jnp.where(scoring.sees(kv_position[None, :], position[:, None], end), scores, MASKED)
         new_peak = jnp.maximum(peak, scores.max(axis=1))
-        fade = jnp.exp2(peak - new_peak)
-        weights = jnp.exp2(scores - new_peak[:, None])
+        fade = jnp.exp2((peak - new_peak) * unit)
+        weights = jnp.exp2(scores * unit - (new_peak * unit)[:, None])
         v = _load_rows(v_ref, (slot, kv_head), lane)
         acc = acc * fade[:, None] + triton.dot(weights.astype(v.dtype), v)
         return acc, new_peak, total * fade + weights.sum(axis=1)
@@ -155,7 +156,7 @@ def _kernel(
             real &= partial >= num_partials
             partial = jnp.where(cut, partial, num_partials)
             _store_rows(out_refs[1], (partial, head), lane, value, cut)
-            lse = jnp.where(seen, peak + jnp.log2(total), -jnp.inf)
+            lse = jnp.where(seen, peak * unit + jnp.log2(total), -jnp.inf)
             triton.store(out_refs[2].at[partial, head], lse, mask=cut)
         _store_rows(out_refs[0], (jnp.where(real, token, num_tokens), head), lane, value, real)
 

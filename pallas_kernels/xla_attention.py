@@ -1,17 +1,15 @@
 """Tile attention in plain XLA, for every backend: groups of tiles, one block of positions at a time."""
 
-import math
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.scoring import MASKED, Scoring
 from pallas_kernels.tiles import Partials, Tiles
 
 BLOCK_KV = 128
 GROUP_QUERIES = 8  # tiles of one token that share a block step: more fall out of a laptop's second-level cache
-MASKED = -1e30  # finite: differences of two masked maxima must not be NaN
 
 
 def tile_attention(
@@ -24,7 +22,7 @@ def tile_attention(
     v_slots: Float[Array, "num_slots Hkv D"],
     *,
     page_size: int,
-    scale: float,
+    scoring: Scoring,
 ) -> tuple[Float[Array, "T Hq D"], Partials | None]:
     """Runs the tiles of one list; returns x and partials with their results in place.
 
@@ -38,7 +36,7 @@ def tile_attention(
     def run_group(i, carry):
         x, partials = carry
         part = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, i * size, size), padded)
-        value, lse = _attend_group(x, part, positions, page_table, k_slots, v_slots, page_size, scale)
+        value, lse = _attend_group(x, part, positions, page_table, k_slots, v_slots, page_size, scoring)
         return _write(x, partials, part, value, lse)
 
     return lax.fori_loop(0, (used + size - 1) // size, run_group, (x, partials))
@@ -48,7 +46,7 @@ def _pad_to_multiple(a: Array, size: int) -> Array:
     return jnp.pad(a, [(0, -a.shape[0] % size)] + [(0, 0)] * (a.ndim - 1))  # range [0, 0): an empty tile
 
 
-def _attend_group(x, tiles, positions, page_table, k_slots, v_slots, page_size, scale):
+def _attend_group(x, tiles, positions, page_table, k_slots, v_slots, page_size, scoring):
     """Results [N, R, Hq, D] and log2 of the softmax sums [N, R, Hq] of a group of N tiles, in float32."""
     size, rows = tiles.token.shape
     _, num_kv_heads, head_dim = k_slots.shape
@@ -58,6 +56,9 @@ def _attend_group(x, tiles, positions, page_table, k_slots, v_slots, page_size, 
     q = x[token].reshape(size, rows, num_kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4)
     q = q.reshape(size, num_kv_heads, rows * group, head_dim)
     q_position = jnp.repeat(positions[token], group, axis=1)[:, None, :, None]  # [N, 1, R*G, 1]
+    slope = None
+    if scoring.alibi_slopes is not None:
+        slope = jnp.tile(scoring.alibi_slopes.reshape(num_kv_heads, group), rows)[:, :, None]  # [Hkv, R*G, 1]
 
     pages_per_block = -(-BLOCK_KV // page_size)
     first_page = tiles.start // page_size
@@ -73,12 +74,13 @@ def _attend_group(x, tiles, positions, page_table, k_slots, v_slots, page_size, 
         page_id = jnp.take_along_axis(page_row, jnp.minimum(page, last_page[:, None]), axis=1)
         k = _gather_pages(k_slots, page_id, page_size)
         v = jnp.where(owned[:, None, :, None], _gather_pages(v_slots, page_id, page_size), 0)
-        visible = owned[:, None, None, :] & (kv_position[:, None, None, :] <= q_position)
+        keys = kv_position[:, None, None, :]
+        visible = owned[:, None, None, :] & scoring.sees(keys, q_position, tiles.end[:, None, None, None])
         scores = jnp.einsum("nhmd,nhjd->nhmj", q, k, precision=precision, preferred_element_type=jnp.float32)
-        scores = jnp.where(visible, scores * (scale * math.log2(math.e)), MASKED)
+        scores = jnp.where(visible, scoring.scores(scores, keys - q_position, slope), MASKED)
         new_peak = jnp.maximum(peak, scores.max(axis=-1))
-        fade = jnp.exp2(peak - new_peak)
-        weights = jnp.where(visible, jnp.exp2(scores - new_peak[..., None]), 0)
+        fade = jnp.exp2((peak - new_peak) * scoring.unit)
+        weights = jnp.where(visible, jnp.exp2((scores - new_peak[..., None]) * scoring.unit), 0)
         total = total * fade + weights.sum(axis=-1)
         mean = jnp.einsum(
             "nhmj,nhjd->nhmd", weights.astype(v.dtype), v, precision=precision, preferred_element_type=jnp.float32
@@ -89,7 +91,7 @@ def _attend_group(x, tiles, positions, page_table, k_slots, v_slots, page_size, 
     start = (zero + MASKED, zero, jnp.zeros(q.shape, jnp.float32))
     peak, total, acc = lax.fori_loop(0, -(-num_pages.max() // pages_per_block), body, start)
     value = acc / jnp.where(total > 0, total, 1)[..., None]
-    lse = jnp.where(total > 0, peak + jnp.log2(total), -jnp.inf)
+    lse = jnp.where(total > 0, peak * scoring.unit + jnp.log2(total), -jnp.inf)
     value = value.reshape(size, num_kv_heads, rows, group, head_dim).transpose(0, 2, 1, 3, 4)
     lse = lse.reshape(size, num_kv_heads, rows, group).transpose(0, 2, 1, 3)
     return value.reshape(size, rows, -1, head_dim), lse.reshape(size, rows, -1)

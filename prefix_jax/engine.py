@@ -13,15 +13,14 @@ from queue import SimpleQueue
 import jax
 import numpy as np
 
-from pallas_kernels import default_implementation, tile_rows
+from pallas_kernels import default_implementation
 from prefix_jax.models.llama import Llama
 from prefix_jax.policies import POLICIES
 from prefix_jax.prefix_cache import PrefixCache
 from prefix_jax.prefix_pool import PrefixPool
 from prefix_jax.request import CompletionOutput, Request, RequestMetrics, RequestOutput, Sequence
-from prefix_jax.runner import Runner
+from prefix_jax.runner import Runner, make_batcher
 from prefix_jax.scheduler import Scheduler, StepPlan
-from prefix_jax.step_batch import Batcher, make_buckets, tiling_for
 from prefix_jax.tokenizer import IncrementalDecoder, Tokenizer
 
 log = logging.getLogger(__name__)
@@ -34,7 +33,7 @@ class EngineConfig:
     page_size: positions in a page. num_pages: in the pool; None: what `memory_fraction` of the device leaves free.
     max_model_len: positions of prompt and output together; None: the model's. max_num_seqs: sequences running at once.
     max_num_batched_tokens: positions computed in one step. pin_fraction: of the pool, for declared prefixes. attention:
-    the implementation, by name. check: recount the cache after every step, for debugging.
+    the implementation, by name. forest: read pages that running sequences share once for all of them. check: recount the cache after every step, for debugging.
     """
 
     page_size: int = 16
@@ -47,6 +46,7 @@ class EngineConfig:
     schedule_policy: str = "fifo"
     pin_fraction: float = 0.5
     attention: str | None = None
+    forest: bool | None = None
     seed: int | None = 0
     check: bool = False
 
@@ -84,11 +84,16 @@ class Engine:
         self.max_model_len = min(config.max_model_len or model.config.max_position, model.config.max_position)
         self.max_num_batched_tokens = config.max_num_batched_tokens or (8192 if on_gpu else 512)
         self.max_num_seqs = min(config.max_num_seqs or (256 if on_gpu else 32), self.max_num_batched_tokens)
-        rows = tile_rows(attention, model.config.group_size, model.dtype)
-        tiling = tiling_for(attention, rows)
-        step = 2 if on_gpu else 8  # between buckets: a CPU compiles slowly and minds padding less
-        buckets = make_buckets(self.max_num_seqs, self.max_num_batched_tokens, model.config.num_kv_heads, tiling, step)
-        self.batcher = Batcher(buckets, self.max_num_seqs, max_pages=-(-self.max_model_len // config.page_size))
+        self.batcher = make_batcher(
+            model.config,
+            model.dtype,
+            attention,
+            page_size=config.page_size,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            forest=config.forest,
+        )
         started = time.monotonic()
         self.runner = Runner(
             model,

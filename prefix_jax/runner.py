@@ -15,15 +15,37 @@ from flax import nnx
 from jaxtyping import Array, Int
 from tqdm import tqdm
 
-from pallas_kernels import Merge, Tiles, paged_attention
+from pallas_kernels import Merge, Tiles, paged_attention, tile_rows
 from prefix_jax import kv_store
-from prefix_jax.models.llama import KVStore, Llama
+from prefix_jax.models.llama import KVStore, Llama, LlamaConfig
 from prefix_jax.sampler import SamplingRows, sample
 from prefix_jax.scheduler import StepPlan
-from prefix_jax.step_batch import Batcher, Bucket, StepBatch
+from prefix_jax.step_batch import Batcher, Bucket, StepBatch, make_buckets, tiling_for
 
 COPY_GROUP = 16  # page copies in one launch
 CHANGE_GROUP = 4096  # page table changes in one launch, before the step
+
+
+def make_batcher(
+    config: LlamaConfig,
+    dtype: Any,
+    attention: str,
+    *,
+    page_size: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+    forest: bool | None = None,
+) -> Batcher:
+    """Buckets and tiles that suit the model and the implementation of attention."""
+    group, width = config.group_size, config.num_kv_heads * config.head_dim
+    tiling = tiling_for(
+        attention, tile_rows(attention, group, dtype), group, 2 * width * jnp.dtype(dtype).itemsize, forest
+    )
+    # A CPU compiles slowly and minds padding less between buckets, but its smallest step should be small.
+    sizes = {"step": 2, "smallest": 64} if attention == "pallas" else {"step": 8, "smallest": 16}
+    buckets = make_buckets(max_num_seqs, max_num_batched_tokens, config.num_kv_heads, tiling, **sizes)
+    return Batcher(buckets, max_num_seqs, -(-max_model_len // page_size), page_size, tiling.costs)
 
 
 class Runner:
@@ -172,12 +194,12 @@ def step(
         paged_attention,
         positions=position,
         page_table=page_table,
-        tile_lists=[_tiles(batch, kind, bucket) for kind, _ in zip(("narrow", "wide"), bucket.shapes, strict=False)],
-        merge=_merge(batch, bucket),
+        tile_lists=batch_tiles(batch, bucket),
+        merge=batch_merge(batch, bucket),
         page_size=page_size,
         implementation=attention,
     )
-    hidden, store = model(tokens, position, slots, store, attend)
+    hidden, store = model(tokens, position, slots, store, attend, attention)
     with jax.named_scope("sample"):
         logits = model.logits(hidden[batch["sample_token"]])
         sampled = sample(logits, _sampling_rows(batch), implementation=attention)
@@ -191,12 +213,14 @@ def change_pages(
     return page_table.reshape(-1).at[index].set(pages).reshape(page_table.shape)
 
 
-def _tiles(batch: dict[str, Array], kind: str, bucket: Bucket) -> Tiles:
-    token, row, start, end = (batch[f"{kind}.{name}"] for name in ("token", "row", "start", "end"))
-    return Tiles(token, row, start, end, batch[f"{kind}.partial"] if bucket.num_partials else None)
+def batch_tiles(batch: dict[str, Array], bucket: Bucket) -> list[Tiles]:
+    """The tile lists in an unpacked batch."""
+    names = ("token", "row", "start", "end") + (("partial",) if bucket.num_partials else ())
+    kinds = ("narrow", "wide")[: len(bucket.shapes)]
+    return [Tiles(*(batch[f"{kind}.{name}"] for name in names)) for kind in kinds]
 
 
-def _merge(batch: dict[str, Array], bucket: Bucket) -> Merge | None:
+def batch_merge(batch: dict[str, Array], bucket: Bucket) -> Merge | None:
     if not bucket.num_partials:
         return None
     return Merge(batch["merge.token"], batch["merge.first"], batch["merge.count"], bucket.num_partials)

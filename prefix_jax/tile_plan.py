@@ -1,33 +1,41 @@
 """Chunks -> attention tiles. A tile is a few query tokens against one range of one row of the page table.
 
-A chunk of one token becomes a narrow tile (one row), a longer one becomes wide tiles of consecutive tokens. Where a
-step has too few tiles to fill the device, each tile's range is cut; the cut depends on the bucket and on the range's
-own length only, so that a row gives the same bits whatever its neighbours are. It knows rows, positions and capacities,
+A chunk of one token becomes a narrow tile (one row), a longer one becomes wide tiles of consecutive tokens. Pages that
+several chunks share become wide tiles of all their tokens, and what is left of each chunk is its own. Where a step has
+too few tiles to fill the device, ranges are cut: a chunk's own range by the bucket and its own length only, so that
+without shared tiles a row gives the same bits whatever its neighbours are. It knows rows, positions and capacities,
 never requests.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Int
 
+from prefix_jax.forest import Run
+
 IntN = Int[np.ndarray, " N"]
 PerChunk = Int[np.ndarray, " chunks"]
+PerTile = Int[np.ndarray, " n"]
 
 RANGE_STEP = 64  # cut ranges end at multiples of this: whole steps of the kernel's loop
+MIN_SHARED_RANGE = 256  # positions; below, a partial result costs more than a fuller device gives
 
 
 @dataclass(frozen=True)
 class TileShape:
     """The capacity of one tile list: up to `tiles` tiles of `rows` query tokens, each range cut into at most `splits`
-    ranges of at least `min_range` positions; the last one may be shorter."""
+    ranges of at least `min_range` positions; the last one may be shorter. fill: tiles that fill the device, and that
+    shared ranges are cut into."""
 
     tiles: int
     rows: int
     splits: int = 1
     min_range: int = 256
+    fill: int = 1
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,18 @@ class TilePlan:
     merge: MergeList
 
 
+@dataclass(frozen=True)
+class _Ranges:
+    """Tiles before they are numbered: `token` holds query tokens and padding, `number` which of each token's ranges this
+    is, in the order of positions."""
+
+    token: Int[np.ndarray, "n R"]
+    row: PerTile
+    start: PerTile
+    end: PerTile
+    number: Int[np.ndarray, "n R"]
+
+
 def tile_plan(
     rows: PerChunk,
     starts: PerChunk,
@@ -66,71 +86,149 @@ def tile_plan(
     num_tokens: int,
     shapes: tuple[TileShape, ...],
     num_partials: int,
+    runs: Sequence[Run] = (),
+    page_size: int = 1,
 ) -> TilePlan:
-    """Plain tiles: every token's range, [0, its position], in tiles of its own chunk.
+    """Every token's range, [0, its position], in tiles of runs of shared pages and of its own chunk.
 
     rows, starts, lengths: of each chunk, whose tokens follow one another in the step. shapes: the narrow list's, and
     optionally the wide list's; without a wide list every token is a narrow tile. num_tokens: T, the padding's token.
+    runs: outer ones first, each before every one of its members' starts.
     """
     firsts = np.cumsum(lengths) - lengths
+    num_ranges = np.zeros(num_tokens, np.int64)  # of each token
+    begins = np.zeros(len(rows), np.int64)
+    for run in runs:
+        begins[run.members] = run.last * page_size
+    found: list[list[_Ranges]] = [[] for _ in shapes]
+    if runs:
+        pieces = _pieces(runs, lengths, shapes, num_partials, page_size)
+        found[-1].append(_share(runs, pieces, rows, firsts, lengths, num_ranges, shapes[-1].rows, page_size))
+    is_shared = num_ranges > 0
     narrow = lengths == 1 if len(shapes) > 1 else np.ones(len(lengths), bool)
-    lists, merges, num_cut = [], [], 0
-    for shape, chosen in zip(shapes, (narrow, ~narrow), strict=False):
-        tiles = _cut_chunks(rows[chosen], starts[chosen], lengths[chosen], firsts[chosen], shape.rows)
-        tile_list, merge, num_cut = _cut_ranges(tiles, shape, num_tokens, num_partials, num_cut)
-        lists.append(tile_list)
-        merges.append(merge)
-    assert num_cut <= num_partials, f"{num_cut} partial results, room for {num_partials}"
-    token, first, count = np.concatenate(merges, axis=1)
-    return TilePlan(tuple(lists), MergeList(token, first, count))
+    for shape, ranges, chosen in zip(shapes, found, (narrow, ~narrow), strict=False):
+        tiles = _cut_chunks(*(x[chosen] for x in (rows, begins, starts, lengths, firsts)), shape.rows)
+        ranges.append(_cut_ranges(*tiles, num_ranges, shape))
+
+    is_cut = is_shared | (num_ranges > 1)
+    counts = np.where(is_cut, num_ranges, 0)
+    base = np.cumsum(counts) - counts
+    assert counts.sum() <= num_partials, f"{counts.sum()} partial results, room for {num_partials}"
+    base[~is_cut] = num_partials
+    lists = tuple(
+        _lay_out(ranges, base, num_tokens, num_partials, shape) for ranges, shape in zip(found, shapes, strict=True)
+    )
+    cut = np.flatnonzero(is_cut)
+    return TilePlan(lists, MergeList(cut, base[cut], counts[cut]))
+
+
+def _within(counts: PerTile) -> Int[np.ndarray, " total"]:
+    """0, 1, … below each count, one after the other."""
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def _tokens(firsts: PerTile, lengths: PerTile) -> Int[np.ndarray, " tokens"]:
+    """The tokens of some chunks, chunk by chunk."""
+    return np.repeat(firsts, lengths) + _within(lengths)
+
+
+def _pieces(
+    runs: Sequence[Run], lengths: PerChunk, shapes: Sequence[TileShape], num_partials: int, page_size: int
+) -> Int[np.ndarray, " runs"]:
+    """Into how many ranges each run is cut: as many as fill the device once, if the partial results fit."""
+    tokens = np.array([lengths[run.members].sum() for run in runs])
+    size = np.array([run.last - run.first for run in runs]) * page_size
+    wide = shapes[-1]
+    longest = max(MIN_SHARED_RANGE, page_size, int(np.sum(-(-tokens // wide.rows) * size)) // wide.fill)
+    room = num_partials - int(lengths.sum()) * max(shape.splits for shape in shapes)
+    while (pieces := np.maximum(1, size // longest)) @ tokens > room and pieces.max() > 1:
+        longest *= 2
+    return pieces
+
+
+def _share(
+    runs: Sequence[Run], pieces: Int[np.ndarray, " runs"], rows: PerChunk, firsts: PerChunk, lengths: PerChunk,
+    num_ranges: Int[np.ndarray, " T"], width: int, page_size: int,
+) -> _Ranges:  # fmt: skip
+    """Tiles of up to `width` of the tokens of each run, over each of its pieces; counts them in `num_ranges`."""
+    members = np.concatenate([run.members for run in runs])
+    run_of = np.repeat(np.repeat(np.arange(len(runs)), [len(run.members) for run in runs]), lengths[members])
+    tokens = _tokens(firsts[members], lengths[members])
+    per_run = np.bincount(run_of, minlength=len(runs))
+    groups = -(-per_run // width)
+    lane = np.repeat((np.cumsum(groups) - groups) * width, per_run) + _within(per_run)
+    token, number = np.full(groups.sum() * width, -1), np.zeros(groups.sum() * width, np.int64)
+    token[lane] = tokens
+    # Pieces of outer runs come first: the runs are in that order, and so are the entries of each token.
+    by_token = np.argsort(tokens, kind="stable")
+    taken = np.cumsum(pieces[run_of[by_token]]) - pieces[run_of[by_token]]
+    _, starts, counts = np.unique(tokens[by_token], return_index=True, return_counts=True)
+    number[lane[by_token]] = taken - np.repeat(taken[starts], counts)
+    num_ranges += np.bincount(tokens, pieces[run_of], minlength=len(num_ranges)).astype(np.int64)
+
+    run_of_group = np.repeat(np.arange(len(runs)), groups)
+    group = np.repeat(np.arange(len(run_of_group)), pieces[run_of_group])
+    run, piece = run_of_group[group], _within(pieces[run_of_group])
+    first, last = (np.array([getattr(run, name) for run in runs]) * page_size for name in ("first", "last"))
+    step = max(RANGE_STEP, page_size)
+
+    def edge(i):
+        inner = (first[run] + (last - first)[run] * i // pieces[run] + step // 2) // step * step
+        return np.where(i == 0, first[run], np.where(i == pieces[run], last[run], inner))
+
+    return _Ranges(
+        token.reshape(-1, width)[group],
+        rows[[run.members[0] for run in runs]][run],
+        edge(piece),
+        edge(piece + 1),
+        number.reshape(-1, width)[group] + piece[:, None],
+    )
 
 
 def _cut_chunks(
-    rows: PerChunk, starts: PerChunk, lengths: PerChunk, firsts: PerChunk, width: int
-) -> Int[np.ndarray, "4 uncut"]:
-    """Tiles of up to `width` consecutive tokens: (row, end of the range, first token, number of tokens)."""
+    rows: PerChunk, begins: PerChunk, starts: PerChunk, lengths: PerChunk, firsts: PerChunk, width: int
+) -> tuple[PerTile, PerTile, PerTile, PerTile, PerTile]:
+    """Tiles of up to `width` consecutive tokens: row, begin and end of the range, first token, number of tokens."""
     per_chunk = -(-lengths // width)
     chunk = np.repeat(np.arange(len(rows)), per_chunk)
-    offset = (np.arange(len(chunk)) - np.repeat(np.cumsum(per_chunk) - per_chunk, per_chunk)) * width
+    offset = _within(per_chunk) * width
     count = np.minimum(lengths[chunk] - offset, width)
-    return np.stack([rows[chunk], starts[chunk] + offset + count, firsts[chunk] + offset, count])
+    return rows[chunk], begins[chunk], starts[chunk] + offset + count, firsts[chunk] + offset, count
 
 
 def _cut_ranges(
-    tiles: Int[np.ndarray, "4 uncut"], shape: TileShape, num_tokens: int, num_partials: int, num_cut: int
-) -> tuple[TileList, Int[np.ndarray, "3 M"], int]:
-    """Cuts long ranges, lays the tiles out in the capacity, and numbers the partial results: those of one token follow
-    one another in position order."""
-    row, end, first, count = tiles
-    splits = np.clip(end // shape.min_range, 1, shape.splits)
-    size = -(-end // (splits * RANGE_STEP)) * RANGE_STEP
-    splits = -(-end // size)
+    row: PerTile, begin: PerTile, end: PerTile, first: PerTile, count: PerTile, num_ranges: Int[np.ndarray, " T"],
+    shape: TileShape,
+) -> _Ranges:  # fmt: skip
+    """Cuts long ranges, by their length alone; counts them in `num_ranges`."""
+    length = end - begin
+    splits = np.clip(length // shape.min_range, 1, shape.splits)
+    size = -(-length // (splits * RANGE_STEP)) * RANGE_STEP
+    splits = -(-length // size)
     tile = np.repeat(np.arange(len(row)), splits)
-    number = np.arange(len(tile)) - np.repeat(np.cumsum(splits) - splits, splits)
-
-    assert len(tile) <= shape.tiles, f"{len(tile)} tiles, room for {shape.tiles}"
+    piece = _within(splits)
     lane = np.arange(shape.rows)
+    token = np.where(lane < count[tile, None], first[tile, None] + lane, -1)
+    number = num_ranges[token] + piece[:, None]
+    num_ranges[_tokens(first, count)] += np.repeat(splits, count)
+    start = begin[tile] + piece * size[tile]
+    return _Ranges(token, row[tile], start, np.minimum(start + size[tile], end[tile]), number)
+
+
+def _lay_out(
+    ranges: list[_Ranges], base: Int[np.ndarray, " T"], num_tokens: int, num_partials: int, shape: TileShape
+) -> TileList:
+    """The tiles in the capacity of their list, filled up with empty ones. base: each token's first partial result."""
+    num_tiles = sum(len(part.row) for part in ranges)
+    assert num_tiles <= shape.tiles, f"{num_tiles} tiles, room for {shape.tiles}"
     token = np.full((shape.tiles, shape.rows), num_tokens, np.int32)
-    token[: len(tile)] = np.where(lane < count[tile, None], first[tile, None] + lane, num_tokens)
     partial = np.full((shape.tiles, shape.rows), num_partials, np.int32)
-    results = np.where(splits > 1, splits * count, 0)
-    base = num_cut + np.cumsum(results) - results
-    is_cut = (splits[tile, None] > 1) & (lane < count[tile, None])
-    partial[: len(tile)] = np.where(
-        is_cut, base[tile, None] + lane * splits[tile, None] + number[:, None], num_partials
-    )
-
-    cut = splits > 1
-    owner = np.repeat(np.flatnonzero(cut), count[cut])
-    nth = np.arange(len(owner)) - np.repeat(np.cumsum(count[cut]) - count[cut], count[cut])
-    merge = np.stack([first[owner] + nth, base[owner] + nth * splits[owner], splits[owner]])
-    start = number * size[tile]
-    stop = np.minimum(start + size[tile], end[tile])
-    columns = (_padded(values, shape.tiles) for values in (row[tile], start, stop))
-    return TileList(token, *columns, partial), merge, num_cut + int(results.sum())
-
-
-def _padded(values: Int[np.ndarray, " n"], capacity: int) -> Int[np.ndarray, " capacity"]:
-    padded = np.zeros(capacity, np.int32)
-    padded[: len(values)] = values
-    return padded
+    columns = np.zeros((3, shape.tiles), np.int32)
+    n = 0
+    for part in ranges:
+        at = slice(n, n := n + len(part.row))
+        is_real = part.token >= 0
+        token[at] = np.where(is_real, part.token, num_tokens)
+        partial[at] = np.where(is_real, np.minimum(base[part.token] + part.number, num_partials), num_partials)
+        columns[:, at] = part.row, part.start, part.end
+    return TileList(token, *columns, partial)

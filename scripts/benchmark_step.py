@@ -6,23 +6,22 @@ prefill step is arithmetic: its limit is the rate of a large matrix product. Wri
 
 import argparse
 import dataclasses
-import statistics
-import time
 from array import array
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from ceilings import measure_ceilings, seconds_per_call
 from results import Figure, device_name, write_results
 
-from pallas_kernels import default_implementation, tile_rows
+from pallas_kernels import default_implementation
 from prefix_jax.kv_store import page_bytes
 from prefix_jax.models.llama import LlamaConfig
 from prefix_jax.prefix_cache import PrefixCache
 from prefix_jax.request import Request, SamplingParams, Sequence
-from prefix_jax.runner import Runner
+from prefix_jax.runner import Runner, make_batcher
 from prefix_jax.scheduler import Chunk, StepPlan
-from prefix_jax.step_batch import Batcher, StepBatch, make_buckets, tiling_for
+from prefix_jax.step_batch import Batcher, StepBatch
 from prefix_jax.weights import load_model
 
 MODELS = {
@@ -39,28 +38,6 @@ MODELS = {
         head_dim=16, max_position=16384,
     ),
 }  # fmt: skip
-
-
-def seconds_per_call(call, calls: int) -> float:
-    """Of `calls` calls queued one behind the other, so that the device never waits for the host."""
-    jax.block_until_ready(call())
-    started = time.perf_counter()
-    for _ in range(calls):
-        result = call()
-    jax.block_until_ready(result)
-    return (time.perf_counter() - started) / calls
-
-
-def measure_ceilings(size: int) -> dict[str, float]:
-    """Bytes per second of a copy, read and write counted; operations per second of a square matrix product in bfloat16.
-    `size` is the side of the matrices; the copy is of `size`**2 * 32 bytes, in float32: bfloat16 copies more slowly."""
-    x = jnp.ones((8, size, size), jnp.float32)
-    copy = jax.jit(lambda x: x + 1)
-    copied = [2 * x.nbytes / seconds_per_call(lambda: copy(x), 20) for _ in range(5)]
-    a, b = jax.random.normal(jax.random.key(0), (2, size, size), jnp.bfloat16)
-    product = jax.jit(jnp.matmul)
-    multiplied = [2 * size**3 / seconds_per_call(lambda: product(a, b), 10) for _ in range(5)]
-    return {"copy_bytes_per_s": statistics.median(copied), "product_flop_per_s": statistics.median(multiplied)}
 
 
 def make_batch(batcher: Batcher, cache: PrefixCache, chunks: list[tuple[int, int]], vocab: int) -> StepBatch:
@@ -111,14 +88,17 @@ def main() -> None:
     config, page_size, dtype = MODELS[args.model], 16, jnp.dtype(args.dtype)
     ceilings = measure_ceilings(args.product)
     attention = default_implementation()
-    tiling = tiling_for(attention, tile_rows(attention, config.group_size, dtype))
-    buckets = make_buckets(max(args.batch), args.prefill, config.num_kv_heads, tiling)
-    wanted = {f"decode_{batch}" for batch in args.batch} | {f"mixed_{args.prefill}"}
-    batcher = Batcher(
-        [bucket for bucket in buckets if bucket.name in wanted],
-        max(args.batch),
-        max_pages=-(-max(args.context, args.prefill) // page_size),
+    batcher = make_batcher(
+        config,
+        dtype,
+        attention,
+        page_size=page_size,
+        max_num_seqs=max(args.batch),
+        max_num_batched_tokens=args.prefill,
+        max_model_len=max(args.context, args.prefill),
     )
+    wanted = {f"decode_{batch}" for batch in args.batch} | {f"mixed_{args.prefill}"}
+    batcher.buckets = [bucket for bucket in batcher.buckets if bucket.name in wanted]
     num_pages = max(max(args.batch) * -(-args.context // page_size), -(-args.prefill // page_size))
     model = load_model(config, config, dtype=dtype, load_format="dummy")
     runner = Runner(

@@ -19,8 +19,10 @@ TOLERANCE = {"float32": 2e-5, "bfloat16": 1.5e-2}
 def check(case: Case, dtype: str, implementation: str, seed: int) -> str | None:
     """What is wrong, if anything."""
     a = build(case, jnp.dtype(dtype), seed)
-    want = reference(a.q, a.k_slots, a.v_slots, a.positions, a.row, a.page_table, page_size=case.page_size)
-    attend = jax.jit(functools.partial(paged_attention, page_size=case.page_size, implementation=implementation))
+    want = reference(a.q, a.k_slots, a.v_slots, a.positions, a.row, a.page_table, page_size=case.page_size, **a.options)
+    attend = jax.jit(
+        functools.partial(paged_attention, page_size=case.page_size, implementation=implementation, **a.options)
+    )
     arguments = (a.q, a.k_slots, a.v_slots, a.positions, a.page_table, a.tile_lists, a.merge)
     out, again = np.asarray(attend(*arguments)), np.asarray(attend(*arguments))
     if not np.array_equal(out, again, equal_nan=True):

@@ -1,5 +1,6 @@
 """Cleverness never changes a token: engines over tiny models against a numpy model that recomputes everything."""
 
+import dataclasses
 import itertools
 import random
 
@@ -333,3 +334,73 @@ def test_the_next_turn_finds_the_answer_of_the_last():
     second = generate(llm, [prompt + tokens_of(first)[0] + more])
     assert cached_of(second) == [144]
     check_greedy(first + second)
+
+
+# Shared tiles ---------------------------------------------------------------------------------------------------------
+
+
+def tree_of_prompts() -> list[list[int]]:
+    """24 prompts: one root of 40 tokens, four branches of 24 below it, six tails each, all of another length."""
+    (root,) = random_prompts(70, 40)
+    branches = random_prompts(71, *([24] * 4))
+    tails = random_prompts(72, *(3 + i for i in range(24)))
+    return [[*root, *branches[i // 6], *tail] for i, tail in enumerate(tails)]
+
+
+def forest_engine(forest: bool) -> LLM:
+    """One that takes any run of shared pages for worth a tile, however few read it."""
+    llm = make_llm(**{**WIDE, "num_pages": 768}, page_size=4, forest=forest)
+    batcher = llm.engine.batcher
+    if forest:
+        batcher.costs = dataclasses.replace(batcher.costs, wide=1.5, tile=0.0, partial=0.0, launch=0.0)
+    return llm
+
+
+def test_shared_tiles_never_change_a_token(monkeypatch):
+    prompts = tree_of_prompts()
+    plain = forest_engine(forest=False)
+    want = generate(plain, prompts, greedy(12))
+    llm = forest_engine(forest=True)
+    kinds, reads = [], []
+    dispatch = llm.engine.runner.dispatch
+
+    def watch(batch):
+        views = batch.bucket.unpack(batch.packed)
+        kinds.append(batch.bucket.kind)
+        if batch.bucket.kind == "shared":
+            wide = views["wide.end"] > views["wide.start"]
+            ranges = zip(views["wide.start"][wide], views["wide.end"][wide], strict=True)
+            members = (views["wide.token"][wide] < batch.bucket.num_tokens).sum(axis=1)
+            reads.append(sorted((int(a), int(b), int(n)) for (a, b), n in zip(ranges, members, strict=True)))
+        return dispatch(batch)
+
+    monkeypatch.setattr(llm.engine.runner, "dispatch", watch)
+    outputs = generate(llm, prompts, greedy(12))
+    assert tokens_of(outputs) == tokens_of(want)
+    assert cached_of(outputs) == cached_of(want) == [0, *([64] * 5), *([40, *([64] * 5)] * 3)]
+    assert kinds == ["mixed", *(["shared"] * 11)], "one step of prompts, then all decode"
+    assert reads[0] == [(0, 40, 24), *([(40, 64, 6)] * 4)], "the root once for all, each branch once for its six"
+    assert all(read == reads[0] for read in reads), "and as long as they run"
+    check_greedy(outputs)
+
+
+def test_short_chunks_over_a_shared_prefix_share_its_tiles():
+    """Prompts that arrive when their prefix is cached: their chunks read it together, mixed with a decode."""
+    prompts = tree_of_prompts()[:6]
+    answers = {}
+    for forest in (False, True):
+        llm = forest_engine(forest=forest)
+        generate(llm, prompts[:1], greedy(1))
+        built = []
+        build = llm.engine.batcher.build
+        llm.engine.batcher.build = lambda plan, bucket=None, build=build: built.append(build(plan, bucket)) or built[-1]
+        try:
+            outputs = generate(llm, prompts, greedy(5))
+        finally:
+            del llm.engine.batcher.build
+        answers[forest] = tokens_of(outputs)
+        assert cached_of(outputs) == [64] * 6
+        views = built[0].bucket.unpack(built[0].packed)
+        assert built[0].bucket.kind == "mixed"
+        assert ((views["wide.start"] == 0) & (views["wide.end"] == 64)).sum() == (forest and 1)
+    assert answers[False] == answers[True]

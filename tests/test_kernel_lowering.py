@@ -28,7 +28,9 @@ def traced(case, dtype, implementation):
     leaves, tree = jax.tree.flatten(arguments)  # `lower` puts into pytrees what the run-time type checks refuse
 
     def attend(q, leaves):
-        return paged_attention(q, *tree.unflatten(leaves), page_size=case.page_size, implementation=implementation)
+        return paged_attention(
+            q, *tree.unflatten(leaves), page_size=case.page_size, implementation=implementation, **a.options
+        )
 
     return jax.jit(attend, donate_argnums=0).trace(a.q, leaves)
 

@@ -82,16 +82,15 @@ def test_the_layer_is_traced_once_for_all_layers(tmp_path):
     assert calls == [(4, 4, 16)]
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_rope_phases_are_exact_at_large_positions(dtype):
+def test_rope_phases_are_exact_at_large_positions():
     """Positions multiplied in bfloat16 drift past 256: sglang-jax#1472, candle#3520 (C39)."""
     config = LlamaConfig.from_hf(tiny_config(head_dim=64))
     positions = np.array([0, 255, 257, 4095, 4096, 16000])
-    cos, sin = rope_phases(config, jnp.asarray(positions), dtype)
+    cos, sin = rope_phases(config, jnp.asarray(positions))
     phases = np.outer(positions, 10000.0 ** (-np.arange(0, 64, 2) / 64))
-    assert cos.dtype == sin.dtype == dtype
-    np.testing.assert_allclose(np.asarray(cos[:, 0], np.float64), np.cos(phases), atol=1e-2)
-    np.testing.assert_allclose(np.asarray(sin[:, 0], np.float64), np.sin(phases), atol=1e-2)
+    assert cos.dtype == sin.dtype == jnp.float32
+    np.testing.assert_allclose(cos, np.cos(phases), atol=2e-3)
+    np.testing.assert_allclose(sin, np.sin(phases), atol=2e-3)
 
 
 @pytest.mark.parametrize("key", ["rope_type", "type"])
@@ -102,10 +101,10 @@ def test_llama3_rope_scaling_is_applied(tmp_path, place, key):
     folder = write_tiny_model(tmp_path, **{place: rope})
     config, oracle = read_config(folder), OracleLlama.from_folder(folder)
     positions = np.array([0, 1000, 8000, 20000])
-    cos, sin = rope_phases(config, jnp.asarray(positions), jnp.float32)
+    cos, sin = rope_phases(config, jnp.asarray(positions))
     want_cos, want_sin = oracle.rope_tables(positions)
-    np.testing.assert_allclose(cos[:, 0], want_cos, atol=3e-3)
-    np.testing.assert_allclose(sin[:, 0], want_sin, atol=3e-3)
+    np.testing.assert_allclose(cos, want_cos, atol=3e-3)
+    np.testing.assert_allclose(sin, want_sin, atol=3e-3)
     plain = rope_frequencies(LlamaConfig.from_hf(tiny_config()))
     assert np.abs(rope_frequencies(config) / plain).min() == pytest.approx(1 / 8)
     check_against_oracle(folder)

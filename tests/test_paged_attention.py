@@ -29,12 +29,13 @@ jit = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
 @functools.cache
 def arrays_of(case, dtype):
     a = build(case, jnp.dtype(dtype))
-    meaning = jit(functools.partial(reference, page_size=case.page_size))
+    meaning = jit(functools.partial(reference, page_size=case.page_size, **a.options))
     return a, np.asarray(meaning(a.q, a.k_slots, a.v_slots, a.positions, a.row, a.page_table))
 
 
 def compiled(case, implementation):
-    return jit(functools.partial(paged_attention, page_size=case.page_size, implementation=implementation))
+    options = arrays_of(case, "float32")[0].options
+    return jit(functools.partial(paged_attention, page_size=case.page_size, implementation=implementation, **options))
 
 
 def arguments(a):
@@ -152,6 +153,10 @@ REFUSED = {
     r"lists \[0\] have cut tokens": lambda a: with_tiles(a, partial=a.tile_lists[0].token),
     r"one of .*'xla'.*, got 'triton'": lambda a: {"implementation": "triton"},
     r"merge was given, but no tile list has cut": lambda a: {"merge": Merge(*[a.positions[:1]] * 3, num_partials=1)},
+    r"window must be a positive number, got 0": lambda a: {"window": 0},
+    r"softcap must be a positive number, got inf": lambda a: {"softcap": float("inf")},
+    r"scale must be a positive number, got -1": lambda a: {"scale": -1.0},
+    r"alibi_slopes must be float32 \[Hq\] = \[8\], got float32 \(3,\)": lambda a: {"alibi_slopes": jnp.zeros(3)},
     r"configs must have one entry for each of 1 tile lists, got 2": lambda a: {"configs": [None, None]},
 }
 

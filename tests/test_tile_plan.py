@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefix_jax.step_batch import Batcher, Bucket, Tiling, make_buckets
+from prefix_jax.step_batch import Batcher, Bucket, Tiling, make_buckets, tiling_for
 from prefix_jax.tile_plan import RANGE_STEP, TilePlan, TileShape, tile_plan
 
 TILINGS = [Tiling(4), Tiling(32), Tiling(8, 64, 32), Tiling(16, 528, 264), Tiling(1, 16, 16, max_splits=4)]
@@ -28,8 +28,8 @@ def plans(draw):
 
 def bucket_for(buckets: list[Bucket], chunks) -> Bucket:
     num_tokens = sum(length for _, _, length in chunks)
-    fitting = [b for b in buckets if b.num_tokens >= num_tokens and (b.takes_chunks or num_tokens == len(chunks))]
-    return min(fitting, key=lambda bucket: (bucket.num_tokens, bucket.takes_chunks))
+    kind = "decode" if num_tokens == len(chunks) else "mixed"
+    return next(bucket for bucket in buckets if bucket.kind == kind and bucket.num_tokens >= num_tokens)
 
 
 def plan_of(bucket: Bucket, chunks) -> TilePlan:
@@ -145,16 +145,17 @@ def test_the_fullest_plans_fit(tiling, max_num_seqs, budget):
 
 
 def test_the_bucket_is_the_smallest_that_takes_the_plan():
-    buckets = make_buckets(32, 512, 2, Tiling(64), step=8)
+    buckets = make_buckets(32, 512, 2, Tiling(64), step=8, smallest=16)
     assert [bucket.name for bucket in buckets] == [
         "decode_1", "decode_8", "decode_32", "mixed_16", "mixed_128", "mixed_512",
     ]  # fmt: skip
-    assert Batcher(buckets, 32, 4).decode == buckets[:3]
+    assert Batcher(buckets, 32, 4).bucket_of(num_chunks=9, num_tokens=9).name == "decode_32"
+    assert Batcher(buckets, 32, 4).bucket_of(num_chunks=9, num_tokens=17).name == "mixed_128"
 
 
 def test_the_number_of_buckets_grows_with_the_logarithm():
     """C36: far too many shapes are compiled and start-up takes minutes (vllm#14510)."""
-    buckets = make_buckets(256, 8192, 8, Tiling(32, 528, 264))
-    assert len(buckets) == 9 + 10
+    buckets = make_buckets(256, 8192, 8, tiling_for("pallas", 32, 4, 4096), smallest=64)
+    assert [sum(bucket.kind == kind for bucket in buckets) for kind in ("decode", "shared", "mixed")] == [9, 5, 8]
     assert len({bucket.name for bucket in buckets}) == len(buckets)
     assert max(bucket.packed_len for bucket in buckets) * 4 < 4 * 2**20, "one transfer of a few MB at most"

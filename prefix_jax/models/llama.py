@@ -17,6 +17,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.norm import add_rms_norm
+from pallas_kernels.qkv import rotate_and_write
+
 Slots = Float[Array, "num_slots Hkv D"]
 KVStore = tuple[tuple[Slots, Slots], ...]
 Attend = Callable[[Float[Array, "T Hq D"], Slots, Slots], Float[Array, "T Hq D"]]
@@ -136,22 +139,10 @@ def rope_frequencies(config: LlamaConfig) -> np.ndarray:
     return (frequencies / np.asarray(config.rope_divisors or 1.0)).astype(np.float32)
 
 
-def rope_phases(config: LlamaConfig, positions: Int[Array, "T"], dtype: Any) -> tuple[Array, Array]:
-    """cos and sin [T, 1, D/2] in `dtype`. The phases are float32: bfloat16 cannot count past 256."""
-    phases = positions.astype(jnp.float32)[:, None, None] * rope_frequencies(config)
-    return jnp.cos(phases).astype(dtype), jnp.sin(phases).astype(dtype)
-
-
-def rotate(x: Float[Array, "T H D"], cos: Array, sin: Array) -> Float[Array, "T H D"]:
-    """Turns the pairs (i, i + D/2), the order of Hugging Face checkpoints."""
-    first, second = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-
-
-def rms_norm(x: Float[Array, "T E"], weight: Float[Array, "E"], eps: float) -> Float[Array, "T E"]:
-    x32 = x.astype(jnp.float32)
-    scaled = x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    return scaled.astype(x.dtype) * weight
+def rope_phases(config: LlamaConfig, positions: Int[Array, "T"]) -> tuple[Array, Array]:
+    """cos and sin, float32 [T, D/2]."""
+    phases = positions.astype(jnp.float32)[:, None] * rope_frequencies(config)
+    return jnp.cos(phases), jnp.sin(phases)
 
 
 def _product(equation: str, x: Array, weight: Array, out_dtype: Any = None) -> Array:
@@ -183,22 +174,21 @@ class LlamaLayer(nnx.Module):
         self.gate_up = new((width, 2, mlp_width))
         self.down = new((mlp_width, width))
 
-    def __call__(self, x, phases, slots, k_slots, v_slots, attend: Attend):
-        """Returns (x [T, E], k_slots, v_slots); this step's K and V are written before `attend` reads."""
+    def __call__(self, x, delta, phases, slots, k_slots, v_slots, attend: Attend, implementation: str):
+        """Takes and returns the residual stream in two parts, x and what is still to be added to it [T, E], and
+        k_slots, v_slots; this step's K and V are written before `attend` reads."""
+        norm = partial(add_rms_norm, eps=self.config.rms_norm_eps, implementation=implementation)
         with jax.named_scope("attention"):
-            normed = rms_norm(x, self.input_norm[...], self.config.rms_norm_eps)
+            x, normed = norm(x, delta, self.input_norm[...])
             qkv = _product("te,ehgd->thgd", normed, self.qkv[...])  # [T, Hkv, G + 2, D]
-            k, v = rotate(qkv[:, :, -2], *phases), qkv[:, :, -1]
-            q = rotate(qkv[:, :, :-2].reshape(x.shape[0], self.config.num_heads, self.config.head_dim), *phases)
-            k_slots = k_slots.at[slots].set(k.astype(k_slots.dtype), mode="drop")
-            v_slots = v_slots.at[slots].set(v.astype(v_slots.dtype), mode="drop")
+            q, k_slots, v_slots = rotate_and_write(qkv, *phases, slots, k_slots, v_slots, implementation=implementation)
             attended = attend(q, k_slots, v_slots).reshape(x.shape[0], -1)
-            x = x + _product("th,he->te", attended, self.o[...])
+            delta = _product("th,he->te", attended, self.o[...])
         with jax.named_scope("mlp"):
-            normed = rms_norm(x, self.post_norm[...], self.config.rms_norm_eps)
+            x, normed = norm(x, delta, self.post_norm[...])
             gate_up = _product("te,ecf->tcf", normed, self.gate_up[...])
-            x = x + _product("tf,fe->te", jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1], self.down[...])
-        return x, k_slots, v_slots
+            delta = _product("tf,fe->te", jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1], self.down[...])
+        return x, delta, k_slots, v_slots
 
 
 class Llama(nnx.Module):
@@ -220,25 +210,29 @@ class Llama(nnx.Module):
         slots: Int[Array, "T"],
         kv_store: KVStore,
         attend: Attend,
+        implementation: str = "xla",
     ) -> tuple[Float[Array, "T E"], KVStore]:
         """One step. Token t stands at `positions[t]`, its K and V go to `slots[t]` (one past the end: nowhere).
 
-        `attend(q [T, Hq, D], k_slots, v_slots) -> [T, Hq, D]` reads the slots of one layer. Returns the final-normed
-        hidden states and the store with this step written.
+        `attend(q [T, Hq, D], k_slots, v_slots) -> [T, Hq, D]` reads the slots of one layer. implementation: of the
+        small kernels, as of attention. Returns the final-normed hidden states and the store with this step written.
         """
         x = self.embed[...][tokens]
-        phases = rope_phases(self.config, positions, x.dtype)
+        delta = jnp.zeros_like(x)
+        phases = rope_phases(self.config, positions)
         graphdef = nnx.graphdef(self.layers[0])
 
         @jax.jit  # traced once for all layers, which have one graphdef
-        def run_layer(state, x, k_slots, v_slots):
-            return nnx.merge(graphdef, state)(x, phases, slots, k_slots, v_slots, attend)
+        def run_layer(state, x, delta, k_slots, v_slots):
+            layer = nnx.merge(graphdef, state)
+            return layer(x, delta, phases, slots, k_slots, v_slots, attend, implementation)
 
         written = []
         for layer, (k_slots, v_slots) in zip(self.layers, kv_store, strict=True):
-            x, k_slots, v_slots = run_layer(nnx.state(layer), x, k_slots, v_slots)
+            x, delta, k_slots, v_slots = run_layer(nnx.state(layer), x, delta, k_slots, v_slots)
             written.append((k_slots, v_slots))
-        return rms_norm(x, self.norm[...], self.config.rms_norm_eps), tuple(written)
+        eps = self.config.rms_norm_eps
+        return add_rms_norm(x, delta, self.norm[...], eps, implementation=implementation)[1], tuple(written)
 
     @property
     def dtype(self) -> Any:

@@ -1,0 +1,298 @@
+"""Times attention alone, on random data in permuted pages, with the plans the engine makes: plain decode against the copy
+bandwidth, shared prefixes against the plain plan, prefill in operations per second, and the planning itself.
+
+Every work runs over several layers' K and V in turn, so that none of it lies in the cache from the run before, and all
+works are timed in turn. Writes benchmarks/results/kernels.json.
+"""
+
+import argparse
+import dataclasses
+import functools
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ceilings import measure_ceilings
+from results import Figure, device_name, write_results
+
+from pallas_kernels import default_implementation, paged_attention, tile_rows
+from prefix_jax.forest import choose_runs
+from prefix_jax.runner import batch_merge, batch_tiles
+from prefix_jax.step_batch import Bucket, Tiling, make_buckets, tiling_for
+from prefix_jax.tile_plan import tile_plan
+
+PAGE_SIZE = 16
+LAYER_BYTES = 128 * 2**20  # K and V that a chain of calls walks through at least, more than the second-level cache
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """One step's attention: chunks (start, length) over rows of a page table whose pages may be shared."""
+
+    what: str
+    table: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+    group: int = 4
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    forest: bool = True
+    level: int | None = None  # only rows that agree in so many columns share, and no more than these
+
+    @property
+    def tiling(self) -> Tiling:
+        rows = tile_rows("pallas", self.group, jnp.bfloat16)
+        return tiling_for("pallas", rows, self.group, 4 * self.num_kv_heads * self.head_dim, forest=self.forest)
+
+    def plan(self) -> tuple[Bucket, np.ndarray]:
+        """The bucket and the packed arrays of attention, as the engine would make them."""
+        num_tokens, tiling = int(self.lengths.sum()), self.tiling
+        buckets = make_buckets(len(self.table), max(num_tokens, 64), self.num_kv_heads, tiling, smallest=64)
+        fitting = [b for b in buckets if b.num_tokens >= num_tokens]
+        runs, kind = [], "mixed" if num_tokens > len(self.table) else "decode"
+        if self.forest:
+            kind = "mixed" if kind == "mixed" else "shared"
+            bucket = next(b for b in fitting if b.kind == kind)
+            runs = choose_runs(
+                self.table if self.level is None else self._visible(),
+                self.starts // PAGE_SIZE,
+                self.lengths,
+                page_size=PAGE_SIZE,
+                costs=tiling.costs,
+                max_tiles=bucket.shared_tiles - bucket.shapes[-1].fill,
+                max_partials=bucket.shared_partials,
+            )
+            if kind == "shared" and sum(run.gain for run in runs) < tiling.costs.launch:
+                runs, kind = [], "decode"
+        bucket = next(b for b in fitting if b.kind == kind)
+        rows = np.arange(len(self.table))
+        plan = tile_plan(
+            rows, self.starts, self.lengths, num_tokens=bucket.num_tokens, shapes=bucket.shapes,
+            num_partials=bucket.num_partials, runs=runs, page_size=PAGE_SIZE,
+        )  # fmt: skip
+        packed = np.zeros(bucket.packed_len, np.int32)
+        bucket.fill_tiles(plan, bucket.unpack(packed))
+        return bucket, packed
+
+    def _visible(self) -> np.ndarray:
+        """The table as it would be if rows shared at one level alone."""
+        num_rows, width = self.table.shape
+        group = np.unique(self.table[:, self.level - 1], return_inverse=True)[1]
+        owner = np.where(np.arange(width) < self.level, group[:, None], num_rows + np.arange(num_rows)[:, None])
+        return (self.table + 10**6 * owner).astype(np.int32)
+
+
+def compiled(work: Work, bucket: Bucket, num_layers: int, calls: int, implementation: str):
+    """`calls` attentions, one behind the other, over the layers in turn."""
+    num_tokens, table = bucket.num_tokens, jnp.asarray(work.table, jnp.int32)
+    position = np.zeros(num_tokens, np.int32)
+    ends = np.cumsum(work.lengths)
+    position[: ends[-1]] = np.arange(ends[-1]) + np.repeat(work.starts - ends + work.lengths, work.lengths)
+
+    def run(q, packed, layers):
+        batch = bucket.unpack(packed)
+        attend = functools.partial(
+            paged_attention,
+            positions=jnp.asarray(position),
+            page_table=table,
+            tile_lists=batch_tiles(batch, bucket),
+            merge=batch_merge(batch, bucket),
+            page_size=PAGE_SIZE,
+            implementation=implementation,
+        )
+        for i in range(calls):
+            q = attend(q, *layers[i % num_layers])
+        return q
+
+    slots = jax.ShapeDtypeStruct((_num_slots(work), work.num_kv_heads, work.head_dim), jnp.bfloat16)
+    q = jax.ShapeDtypeStruct((num_tokens, work.num_kv_heads * work.group, work.head_dim), jnp.bfloat16)
+    packed = jax.ShapeDtypeStruct((bucket.packed_len,), jnp.int32)
+    return jax.jit(run, donate_argnums=0).lower(q, packed, [(slots, slots)] * num_layers).compile()
+
+
+def _num_slots(work: Work) -> int:
+    return (int(work.table.max()) + 1) * PAGE_SIZE
+
+
+@functools.lru_cache(maxsize=3)
+def random_layers(num_layers: int, num_slots: int, num_kv_heads: int, head_dim: int) -> list:
+    make = jax.jit(functools.partial(jax.random.normal, shape=(num_slots, num_kv_heads, head_dim), dtype=jnp.bfloat16))
+    keys = jax.random.split(jax.random.key(0), 2 * num_layers)
+    return [(make(keys[2 * i]), make(keys[2 * i + 1])) for i in range(num_layers)]
+
+
+def time_works(works: Sequence[Work], implementation: str, repeats: int) -> dict[str, list[float]]:
+    """Seconds of one call of each work, `repeats` times, the works in turn."""
+    prepared = []
+    for work in works:
+        bucket, packed = work.plan()
+        layer_bytes = 2 * _num_slots(work) * work.num_kv_heads * work.head_dim * 2
+        num_layers = min(8, -(-LAYER_BYTES // layer_bytes) + 1)
+        prepared.append((work, bucket, packed, num_layers, max(8, num_layers)))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        runs = list(pool.map(lambda p: compiled(p[0], p[1], p[3], p[4], implementation), prepared))
+    # Works over K and V of one shape follow one another: they take turns among themselves, on the same arrays.
+    seconds: dict[str, list[float]] = {work.what: [] for work in works}
+    shape_of = {id(p): (p[3], _num_slots(p[0]), p[0].num_kv_heads, p[0].head_dim) for p in prepared}
+    for shape in dict.fromkeys(shape_of.values()):
+        layers = random_layers(*shape)
+        for repeat in range(repeats + 1):
+            for p, run in zip(prepared, runs, strict=True):
+                if shape_of[id(p)] != shape:
+                    continue
+                work, bucket, packed, _, calls = p
+                q_shape = (bucket.num_tokens, work.num_kv_heads * work.group, work.head_dim)
+                q = jax.random.normal(jax.random.key(repeat), q_shape, jnp.bfloat16)
+                packed = jnp.asarray(packed)
+                q = jax.block_until_ready(run(q, packed, layers))
+                started = time.perf_counter()
+                for _ in range(2):
+                    q = run(q, packed, layers)
+                jax.block_until_ready(q)
+                if repeat:
+                    seconds[work.what].append((time.perf_counter() - started) / (2 * calls))
+    return seconds
+
+
+# Works ---------------------------------------------------------------------------------------------------------------
+
+
+def tree(branches: Sequence[int], columns: Sequence[int], own: int, seed: int = 0) -> np.ndarray:
+    """Pages of rows under a tree: at each level so many branches with so many columns of their own; permuted."""
+    num_rows, parts, used = int(np.prod(branches)), [], 0
+    for level, width in enumerate([*columns, own]):
+        groups = int(np.prod(branches[: level + 1])) if level < len(columns) else num_rows
+        parts.append(np.repeat(used + np.arange(groups * width).reshape(groups, width), num_rows // groups, axis=0))
+        used += groups * width
+    pages = 1 + np.random.default_rng(seed).permutation(used)
+    return pages[np.concatenate(parts, axis=1)].astype(np.int32)
+
+
+def decode(what: str, table: np.ndarray, **options) -> Work:
+    """Each row decodes the last position of its pages."""
+    starts = np.full(len(table), table.shape[1] * PAGE_SIZE - 1)
+    return Work(what, table, starts, np.ones(len(table), int), **options)
+
+
+def plain(batch: int, context: int, **options) -> Work:
+    heads = "MHA 32/32" if options else "GQA 32/8"
+    table = tree([1, batch], [0], context // PAGE_SIZE)
+    return decode(f"plain decode attention {batch} x {context}, {heads}", table, forest=False, **options)
+
+
+def shared(batch: int, prefix: int, own: int, forest: bool, **options) -> Work:
+    heads = "MHA" if options else "GQA-4"
+    table = tree([1, batch], [prefix // PAGE_SIZE], own // PAGE_SIZE)
+    plan = "shared" if forest else "plain"
+    return decode(f"{plan} B = {batch}, own {own}, prefix {prefix}, {heads}", table, forest=forest, **options)
+
+
+def prefill(new: int, cached: int) -> Work:
+    table = tree([1, 1], [0], (new + cached) // PAGE_SIZE)
+    return Work(f"prefill attention, {new} new on {cached} cached", table, np.array([cached]), np.array([new]))
+
+
+MHA = {"group": 1, "num_kv_heads": 32}
+PLAIN = {
+    (64, 4096, False): 0.94, (256, 1024, False): 0.90, (64, 1024, False): 0.85, (8, 8192, False): 0.85,
+    (64, 1024, True): 0.88,
+}  # fmt: skip
+SHARED = {(2048, False): (4.5, 6), (8192, False): (9, 12), (2048, True): (8, 8), (8192, True): (20, 30)}
+PREFILL = {(4096, 0): 290, (4096, 8192): 320}
+SWEEP = [(b, c, False) for b in (1, 8, 64, 256) for c in (256, 1024, 4096, 16384) if b * c <= 2**19]
+GAINS = [(prefix, mha) for mha in (False, True) for prefix in (256, 512, 1024, 4096, 16384)]
+
+
+def tree_works() -> list[Work]:
+    """512 -> 4 x 1024 -> 32 x 256 -> 256 x 64."""
+    columns = [32, 64, 16]
+    table = tree([1, 4, 8, 8], columns, 4)
+    levels = {"root": 32, "level 2": 96, "level 3": 112, "all levels": None}
+    return [decode(f"tree, {name}", table, level=at) for name, at in levels.items()]
+
+
+def time_planning(num_seqs: int, repeats: int = 30) -> list[float]:
+    """Milliseconds to find, choose and cut the runs of sequences of 8,192 positions, from nothing."""
+    table = tree([1, 8, num_seqs // 64, 8], [128, 256, 96], 32)
+    work = decode("", table)
+    work.plan()
+    spent = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        work.plan()
+        spent.append((time.perf_counter() - started) * 1e3)
+    return spent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--implementation", default=default_implementation())
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--product", type=int, default=8192, help="side of the matrices that measure the limits")
+    parser.add_argument("--small", action="store_true", help="a few tiny works, to try the script without a GPU")
+    args = parser.parse_args()
+    ceilings = measure_ceilings(args.product)
+    bandwidth = ceilings["copy_bytes_per_s"]
+    options = {False: {}, True: MHA}
+
+    plains = {key: plain(key[0], key[1], **options[key[2]]) for key in [*PLAIN, *SWEEP]}
+    shareds = {
+        key: [shared(256, key[0], 128, forest, **options[key[1]]) for forest in (False, True)]
+        for key in [*SHARED, *GAINS]
+    }
+    prefills = {key: prefill(*key) for key in PREFILL}
+    nothing = [
+        dataclasses.replace(plain(256, 1024), what=f"nothing shared, forest {name}", forest=forest)
+        for forest, name in ((False, "off"), (True, "on"))
+    ]
+    trees = tree_works()
+    works = [*plains.values(), *(w for pair in shareds.values() for w in pair), *prefills.values(), *nothing, *trees]
+    if args.small:
+        plains, shareds, prefills = {(4, 64, False): plain(4, 64)}, {}, {}
+        works = [*plains.values(), *nothing, *trees]
+        works = [plains[4, 64, False]]
+    started = time.perf_counter()
+    seconds = time_works(list({work.what: work for work in works}.values()), args.implementation, args.repeats)
+    print(f"timed {len(seconds)} works in {time.perf_counter() - started:.0f} s")
+
+    rows = []
+    for key, work in plains.items():
+        batch, context, _ = key
+        read = batch * context * work.num_kv_heads * work.head_dim * 4
+        rates = [read / s / bandwidth for s in seconds[work.what]]
+        goals = {"must": PLAIN[key], "aim": 0.97} if key in PLAIN else {}
+        rows.append(Figure.median(f"{work.what} / copy bandwidth", rates, "x", better="higher", **goals))
+    for key, (off, on) in shareds.items():
+        gains = [a / b for a, b in zip(seconds[off.what], seconds[on.what], strict=True)]
+        must, aim = SHARED.get(key, (None, None))
+        what = f"shared ÷ plain, {on.what.removeprefix('shared ')}"
+        rows.append(Figure.median(what, gains, "x", must=must, aim=aim, better="higher"))
+        rows += [Figure.median(w.what, [s * 1e6 for s in seconds[w.what]], "µs") for w in (off, on)]
+    if not args.small:
+        root, *single, every = (seconds[work.what] for work in trees)
+        best = min([root, *single], key=statistics.median)
+        for what, other, must, aim in (("root-only sharing", root, 4, 5), ("best single level", best, 1.4, 1.6)):
+            ratios = [a / b for a, b in zip(other, every, strict=True)]
+            rows.append(Figure.median(f"tree: {what} ÷ all levels", ratios, "x", must=must, aim=aim, better="higher"))
+        off, on = (seconds[work.what] for work in nothing)
+        ratios = [b / a for a, b in zip(off, on, strict=True)]
+        rows.append(Figure.median("nothing shared: forest on ÷ forest off", ratios, "x", must=1.01, aim=1.0))
+    for key, work in prefills.items():
+        new, cached = key
+        pairs = new * cached + new * (new + 1) // 2
+        rates = [4 * work.head_dim * pairs * work.num_kv_heads * work.group / s / 1e12 for s in seconds[work.what]]
+        rows.append(Figure.median(work.what, rates, "TFLOP/s", must=PREFILL[key], aim=420, better="higher"))
+    for num_seqs, must, aim in ((256, 2, 1), (1024, 6, 3)):
+        what = f"host: tile plan from nothing, forest on, {num_seqs} sequences of 8192"
+        rows.append(Figure.median(what, time_planning(num_seqs), "ms", must=must, aim=aim))
+    if not args.small:
+        write_results("kernels", rows, ceilings=ceilings, device=device_name())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""The kernels around attention against numpy, in plain XLA and as Pallas runs them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_kernel_lowering import an_h200
+
+from pallas_kernels.norm import add_rms_norm
+from pallas_kernels.qkv import rotate_and_write
+
+TOLERANCE = {"float32": 1e-6, "bfloat16": 1e-2}
+IMPLEMENTATIONS = ["xla", "pallas_interpret"]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("width", [64, 576])
+def test_add_rms_norm(width, dtype, implementation):
+    rng = np.random.default_rng(0)
+    x, delta = jnp.asarray(rng.normal(0, 3, (2, 5, width)), dtype)
+    weight = jnp.asarray(rng.normal(1, 1, width), dtype)
+    total, normed = jax.jit(functools.partial(add_rms_norm, eps=0.1, implementation=implementation))(x, delta, weight)
+    assert total.dtype == normed.dtype == x.dtype
+    np.testing.assert_array_equal(total, x + delta)
+    want = np.asarray(total, np.float64)
+    want = want / np.sqrt((want**2).mean(axis=1, keepdims=True) + 0.1) * np.asarray(weight, np.float64)
+    np.testing.assert_allclose(np.asarray(normed, np.float64), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+def qkv_arrays(num_kv_heads, group, head_dim, dtype):
+    rng = np.random.default_rng(1)
+    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)  # noqa: E731
+    angle = rng.uniform(-np.pi, np.pi, (5, head_dim // 2))
+    slots = np.array([3, 40, 0, 7, 21])  # 40 is past the end
+    return (
+        normal(5, num_kv_heads, group + 2, head_dim),
+        *(jnp.asarray(f(angle), jnp.float32) for f in (np.cos, np.sin)),
+        jnp.asarray(slots, jnp.int32),
+        normal(40, num_kv_heads, head_dim),
+        normal(40, num_kv_heads, head_dim),
+    )
+
+
+SHAPES = [(2, 4, 64), (1, 1, 16), (3, 3, 80), (2, 7, 32)]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rotate_and_write(shape, dtype, implementation):
+    arrays = qkv_arrays(*shape, dtype)
+    q, k, v = jax.jit(functools.partial(rotate_and_write, implementation=implementation))(*arrays)
+    qkv, cos, sin, slots, k_before, v_before = (np.asarray(a, np.float64) for a in arrays)
+    turn = qkv[..., : shape[2] // 2] + 1j * qkv[..., shape[2] // 2 :]  # pairs as complex numbers
+    turn = turn * (cos + 1j * sin)[:, None, None]
+    turned = np.concatenate([turn.real, turn.imag], axis=-1)
+    close = functools.partial(np.testing.assert_allclose, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    close(np.asarray(q, np.float64), turned[:, :, :-2].reshape(5, -1, shape[2]))
+    written = slots < 40
+    want_k, want_v = k_before.copy(), v_before.copy()
+    want_k[slots[written].astype(int)] = turned[written][:, :, -2]
+    want_v[slots[written].astype(int)] = qkv[written][:, :, -1]
+    close(np.asarray(k, np.float64), want_k)
+    np.testing.assert_array_equal(np.asarray(v, np.float64), want_v)
+    assert q.dtype == k.dtype == v.dtype == arrays[0].dtype
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_they_lower_for_cuda_in_place(shape, dtype):
+    qkv, *rest, k_slots, v_slots = qkv_arrays(*shape, dtype)
+    x = jnp.zeros((5, 576), dtype)
+    with an_h200():
+        norm = jax.jit(functools.partial(add_rms_norm, eps=1e-5, implementation="pallas"), donate_argnums=0)
+        rotate = jax.jit(functools.partial(rotate_and_write, implementation="pallas"), donate_argnums=(4, 5))
+        for traced, aliased in ((norm.trace(x, x, x[0]), 1), (rotate.trace(qkv, *rest, k_slots, v_slots), 2)):
+            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+            (call,) = (s for s in text.splitlines() if "triton_kernel_call" in s or "__gpu$xla.gpu.triton" in s)
+            assert call.count("output_operand_alias<") == aliased or call.count("operand_index") == aliased
