@@ -81,6 +81,25 @@ CASES = (
     Case("scatter_page_4", "the same, D padded", CHUNKS, scatter=True, page_size=4, group=3, head_dim=80),
 )
 
+WIDE = {"num_kv_heads": 2, "head_dim": 128, "group": 4, "tile_rows": 32}
+HOPPER_CASES = (  # wide tiles of 128 matrix rows, as the kernel for Hopper wants them
+    Case("hopper_prefill", "tiles partly filled, ranges that end inside a page", ((0, 65), (70, 33)), **WIDE),
+    Case("hopper_chunk", "D = 64", ((64, 16), (37, 21), (513, 9), (15, 2)), **WIDE | {"head_dim": 64}),
+    Case(
+        "hopper_cut", "whole and cut tokens, some of which see nothing of a range", ((0, 70), (64, 30)), cut=48, **WIDE
+    ),
+    Case(
+        "hopper_shared", "a range of many sequences, cut", ((300, 2), (270, 1), (260, 2)), shared=256, cut=128, **WIDE
+    ),
+    Case("hopper_mixed", "8 query heads", MIXED, cut=48, **WIDE | {"group": 8, "tile_rows": 16, "num_kv_heads": 1}),
+    Case("hopper_scatter", "ranges that start anywhere", MIXED, scatter=True, **WIDE),
+    Case("hopper_mha", "one query head", ((0, 140), (30, 9)), **WIDE | {"group": 1, "tile_rows": 128, "head_dim": 64}),
+    Case("hopper_group_2", "two", ((0, 140), (30, 9)), cut=96, **WIDE | {"group": 2, "tile_rows": 64}),
+    Case("hopper_page_24", "pages that divide no step", ((0, 65), (70, 33)), page_size=24, **WIDE),
+    Case("hopper_page_256", "a page of two steps", ((0, 65), (170, 33)), page_size=256, **WIDE),
+    Case("hopper_long", "many steps", ((700, 40), (0, 300)), **WIDE),
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Arrays:

@@ -33,7 +33,7 @@ def add_rms_norm(
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype)] * 2,
         grid=x.shape[:1],
         aliases={0: 0},
-        num_warps=8 if x.shape[1] > 2048 else 4,
+        num_warps=16 if x.shape[1] > 2048 and x.shape[0] <= 64 else 8,  # few tokens wait, many move bytes
         num_stages=1,
         interpret=implementation == "pallas_interpret",
         name="add_rms_norm",

@@ -8,14 +8,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import hopper_attention as hopper
 from pallas_kernels import tile_attention as pallas
 from pallas_kernels import xla_attention as xla
+from pallas_kernels.hopper_attention import HopperConfig
 from pallas_kernels.merge import merge_pallas, merge_xla
 from pallas_kernels.scoring import Scoring
 from pallas_kernels.tile_attention import Config, default_config
 from pallas_kernels.tiles import Merge, Partials, Tiles
 
-Implementation = Literal["xla", "pallas", "pallas_interpret"]
+Implementation = Literal["xla", "pallas", "pallas_hopper", "pallas_interpret"]
 
 
 def paged_attention(
@@ -33,7 +35,7 @@ def paged_attention(
     window: int | None = None,
     alibi_slopes: Float[Array, " Hq"] | None = None,
     implementation: Implementation | None = None,
-    configs: Sequence[Config | None] | None = None,
+    configs: Sequence[Config | HopperConfig | None] | None = None,
 ) -> Float[Array, "T Hq D"]:
     """Attention of the query tokens in the tiles; tokens in no tile keep their q.
 
@@ -43,8 +45,9 @@ def paged_attention(
 
     Args:
         scale: of the scores; 1 / sqrt(D) unless given. softcap, window, alibi_slopes: see Scoring.
-        implementation: None chooses, by backend and shapes; a named one runs or raises.
-        configs: one for each tile list, None for the default; the XLA implementation has no use for them.
+        implementation: None chooses, by backend and shapes; a named one runs or raises. "pallas_hopper" runs the lists
+            that suit it with a kernel for Hopper, and the others as "pallas" does.
+        configs: one for each tile list, as `tuning` gives them; None for the default.
 
     Raises ValueError for shapes, dtypes and sizes that do not fit; the indices themselves are not checked.
     """
@@ -68,10 +71,17 @@ def paged_attention(
         return x if merge is None else merge_xla(x, partials, merge)
 
     interpret = implementation == "pallas_interpret"
+    group = q.shape[1] // k_slots.shape[1]
     for tiles, config in zip(tile_lists, configs or [None] * len(tile_lists), strict=True):
-        if tiles.token.shape[0] == 0:
+        num_tiles, rows = tiles.token.shape
+        if num_tiles == 0:
             continue
-        x, partials = pallas.tile_attention(
+        if config is None:
+            suits = hopper.refusal(rows, group, q.shape[2], q.dtype, page_size, scoring) is None
+            on_hopper = suits and implementation == "pallas_hopper"
+            config = HopperConfig() if on_hopper else default_config(rows, group, q.shape[2], q.dtype)
+        run = hopper if isinstance(config, HopperConfig) else pallas
+        x, partials = run.tile_attention(
             x,
             partials,
             tiles,
@@ -82,37 +92,28 @@ def paged_attention(
             num_partials=num_partials,
             page_size=page_size,
             scoring=scoring,
-            config=config or default_config(tiles.token.shape[1], q.shape[1] // k_slots.shape[1], q.shape[2], q.dtype),
+            config=config,
             interpret=interpret,
         )
     return x if partials is None else merge_pallas(x, partials, merge, interpret=interpret)
 
 
 def default_implementation() -> Implementation:
-    """Pallas where the default device is a CUDA GPU of compute capability 8.0 or newer, else XLA."""
+    """Pallas where the default device is a CUDA GPU of compute capability 8.0 or newer, for 9.0 with the kernel for
+    Hopper; else XLA."""
     device = jax.config.jax_default_device or jax.devices()[0]
     if isinstance(device, str):
         device = jax.devices(device)[0]
     is_cuda = device.platform in ("gpu", "cuda") and "cuda" in device.client.platform_version.lower()
-    return "pallas" if is_cuda and float(device.compute_capability) >= 8.0 else "xla"
-
-
-def tile_rows(implementation: Implementation | None, group: int, dtype: jax.typing.DTypeLike) -> int:
-    """R of wide tiles, those of prompts: 128 matrix rows of bfloat16 fill the matrix units of a GPU.
-
-    group: query heads of a KV head.
-    """
-    implementation = default_implementation() if implementation is None else implementation
-    if implementation == "xla":
-        return 64
-    matrix_rows = 32 if jnp.dtype(dtype).itemsize == 4 else 128  # float32 products run on scalar units, from registers
-    return max(1, matrix_rows // (1 << (group - 1).bit_length()))
+    if not is_cuda or float(device.compute_capability) < 8.0:
+        return "xla"
+    return "pallas_hopper" if device.compute_capability == "9.0" else "pallas"
 
 
 def _choose(implementation: str | None, q: Array, k_slots: Array) -> Implementation:
     if implementation is None:
-        runs = default_implementation() == "pallas" and _pallas_refusal(q, k_slots) is None
-        return "pallas" if runs else "xla"
+        default = default_implementation()
+        return default if default == "xla" or _pallas_refusal(q, k_slots) is None else "xla"
     if implementation not in get_args(Implementation):
         raise ValueError(f"implementation must be None or one of {get_args(Implementation)}, got {implementation!r}")
     if implementation != "xla" and (refusal := _pallas_refusal(q, k_slots)):

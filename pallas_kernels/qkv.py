@@ -1,4 +1,4 @@
-"""From the query-key-value product to attention: split, rotate queries and keys, write keys and values to their slots."""
+"""Between the query-key-value product and attention: split, rotate queries and keys, write keys and values."""
 
 import jax
 import jax.numpy as jnp

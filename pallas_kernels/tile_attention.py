@@ -71,7 +71,7 @@ def tile_attention(
     outputs = triton.launch(
         kernel,
         out_shape=out_shape,
-        grid=(tiles.token.shape[0], num_kv_heads),
+        grid=(num_kv_heads, tiles.token.shape[0]),  # heads of one tile together: their K and V lie side by side
         aliases=aliases,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -96,13 +96,14 @@ def _kernel(
     block_kv: int,
 ):
     """One program for a (tile, KV head): M = R * G query rows, kept; the range, walked once in steps of block_kv.
+    The last tile runs first: there the longest belong.
 
     Matrix row i is query token i // G under query head i % G of the KV head.
     """
     del earlier_refs
-    n, kv_head = pl.program_id(0), pl.program_id(1)
+    num_tiles, rows = tile["token"].shape
+    kv_head, n = pl.program_id(0), num_tiles - 1 - pl.program_id(1)
     num_tokens, num_heads, head_dim = x_ref.shape
-    rows = tile["token"].shape[1]
     group = num_heads // k_ref.shape[1]
     start, end = tile["start"][n], tile["end"][n]
     table_row = tile["row"][n]

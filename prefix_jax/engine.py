@@ -33,7 +33,8 @@ class EngineConfig:
     page_size: positions in a page. num_pages: in the pool; None: what `memory_fraction` of the device leaves free.
     max_model_len: positions of prompt and output together; None: the model's. max_num_seqs: sequences running at once.
     max_num_batched_tokens: positions computed in one step. pin_fraction: of the pool, for declared prefixes. attention:
-    the implementation, by name. forest: read pages that running sequences share once for all of them. check: recount the cache after every step, for debugging.
+    the implementation, by name. forest: read pages that running sequences share once for all of them. check: recount
+    the cache after every step, for debugging.
     """
 
     page_size: int = 16
@@ -80,7 +81,7 @@ class Engine:
         self.tokenizer = tokenizer
         self.eos_ids = frozenset(model.config.eos_ids) | (tokenizer.eos_ids if tokenizer else frozenset())
         attention = config.attention or default_implementation()
-        on_gpu = attention == "pallas"
+        on_gpu = attention in ("pallas", "pallas_hopper")
         self.max_model_len = min(config.max_model_len or model.config.max_position, model.config.max_position)
         self.max_num_batched_tokens = config.max_num_batched_tokens or (8192 if on_gpu else 512)
         self.max_num_seqs = min(config.max_num_seqs or (256 if on_gpu else 32), self.max_num_batched_tokens)

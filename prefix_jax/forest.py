@@ -1,8 +1,8 @@
 """Which pages several chunks share, and which of these are worth reading once for all: a forest of runs.
 
-A run is a range of columns of the page table whose ids are equal in all its members. Runs nest: members of one may share
-more behind it. Found from the ids alone, by sorting the rows and comparing neighbours. It knows rows and columns, never
-requests.
+A run is a range of columns of the page table whose ids are equal in all its members. Runs nest: members of one may
+share more behind it. Found from the ids alone, by sorting the rows and comparing neighbours. It knows rows and columns,
+never requests.
 """
 
 from __future__ import annotations

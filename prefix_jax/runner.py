@@ -15,14 +15,16 @@ from flax import nnx
 from jaxtyping import Array, Int
 from tqdm import tqdm
 
-from pallas_kernels import Merge, Tiles, paged_attention, tile_rows
+from pallas_kernels import HopperConfig, Merge, Tiles, Tuning, paged_attention, tuning
 from prefix_jax import kv_store
+from prefix_jax.forest import Costs
 from prefix_jax.models.llama import KVStore, Llama, LlamaConfig
 from prefix_jax.sampler import SamplingRows, sample
 from prefix_jax.scheduler import StepPlan
-from prefix_jax.step_batch import Batcher, Bucket, StepBatch, make_buckets, tiling_for
+from prefix_jax.step_batch import Batcher, Bucket, StepBatch, Tiling, make_buckets
 
 COPY_GROUP = 16  # page copies in one launch
+TILE_KINDS = {"decode": ("narrow",), "shared": ("own", "wide"), "mixed": ("narrow", "wide")}  # by kind of bucket
 CHANGE_GROUP = 4096  # page table changes in one launch, before the step
 
 
@@ -38,14 +40,29 @@ def make_batcher(
     forest: bool | None = None,
 ) -> Batcher:
     """Buckets and tiles that suit the model and the implementation of attention."""
-    group, width = config.group_size, config.num_kv_heads * config.head_dim
-    tiling = tiling_for(
-        attention, tile_rows(attention, group, dtype), group, 2 * width * jnp.dtype(dtype).itemsize, forest
-    )
+    on_gpu = attention in ("pallas", "pallas_hopper")
+    narrow, wide = (tile_tuning(kind, config, dtype, attention, page_size) for kind in ("narrow", "wide"))
+    programs = (narrow.programs, wide.programs) if attention.startswith("pallas") else ()
+    costs = shared_costs(config, dtype, wide) if forest or (forest is None and on_gpu) else None
+    tiling = Tiling(wide.rows, *programs, costs=costs)
     # A CPU compiles slowly and minds padding less between buckets, but its smallest step should be small.
-    sizes = {"step": 2, "smallest": 64} if attention == "pallas" else {"step": 8, "smallest": 16}
+    sizes = {"step": 2, "smallest": 64} if on_gpu else {"step": 8, "smallest": 16}
     buckets = make_buckets(max_num_seqs, max_num_batched_tokens, config.num_kv_heads, tiling, **sizes)
-    return Batcher(buckets, max_num_seqs, -(-max_model_len // page_size), page_size, tiling.costs)
+    return Batcher(buckets, max_num_seqs, -(-max_model_len // page_size), page_size, costs)
+
+
+def tile_tuning(kind: str, config: LlamaConfig, dtype: Any, attention: str, page_size: int) -> Tuning:
+    return tuning(kind, config.group_size, config.head_dim, dtype, implementation=attention, page_size=page_size)
+
+
+def shared_costs(config: LlamaConfig, dtype: Any, wide: Tuning) -> Costs:
+    """Measured on an H200 with 4 KiB of K and V a position. A narrow tile takes 0.58 ns of the whole device for one,
+    from the second-level cache if others read it too; a wide one, bound by its products, 1.5 ns and 0.12 µs besides its
+    positions, or 1.05 and 0.3 with the kernel for Hopper. A partial result is 2 G times as large as a position, and
+    three launches a layer instead of one take 6 µs more."""
+    per_position, per_tile = (1.8, 500.0) if isinstance(wide.config, HopperConfig) else (2.6, 200.0)
+    position_bytes = 2 * config.num_kv_heads * config.head_dim * jnp.dtype(dtype).itemsize
+    return Costs(wide.rows, per_position, per_tile, partial=2.8 * config.group_size, launch=42e6 / position_bytes)
 
 
 class Runner:
@@ -118,12 +135,22 @@ class Runner:
             bucket=bucket,
             page_size=self.page_size,
             attention=self.attention,
+            configs=[
+                tile_tuning(kind, self.config, self.dtype, self.attention, self.page_size).config
+                for kind in TILE_KINDS[bucket.kind]
+            ],
         )
         jitted = jax.jit(step_of_bucket, donate_argnames=("store", "page_table"))
         traced = jitted.trace(
             self.params, store, int32((rows, self.batcher.max_pages)), int32((rows,)), int32((bucket.packed_len,))
         )
         return traced.lower(lowering_platforms=platforms)
+
+    def _compile(self, bucket: Bucket) -> Any:
+        """XLA's own matrix products beat the library's for a few tokens, and lose against it from some 32 on."""
+        by_library = self.attention in ("pallas", "pallas_hopper") and bucket.num_tokens >= 32
+        options = {"xla_gpu_enable_triton_gemm": False} if by_library else None
+        return self.lower(bucket, self.num_pages).compile(compiler_options=options)
 
     def _measure_num_pages(self, memory_fraction: float) -> int:
         """Pages for what is free: on a device that reports its memory, after the largest bucket ran over a store of one
@@ -161,7 +188,7 @@ class Runner:
         self._change_pages = jit(change_pages).lower(self.page_table, *pair).compile()
         buckets = self.batcher.buckets
         with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
-            compiled = {pool.submit(lambda b: self.lower(b, self.num_pages).compile(), b): b for b in buckets}
+            compiled = {pool.submit(self._compile, bucket): bucket for bucket in buckets}
             for future in tqdm(as_completed(compiled), "compiling", len(buckets), unit="bucket", disable=not use_tqdm):
                 self.steps[compiled[future].name] = future.result()
         for bucket in buckets:
@@ -181,6 +208,7 @@ def step(
     bucket: Bucket,
     page_size: int,
     attention: str,
+    configs: list[Any],
 ) -> tuple[KVStore, Int[Array, "rows P"], Int[Array, " rows"]]:
     """One step: writes the new K and V, attends through the tiles, samples. Pure; returns the new device state."""
     model = nnx.merge(graph, jax.tree.unflatten(param_tree, params))
@@ -198,6 +226,7 @@ def step(
         merge=batch_merge(batch, bucket),
         page_size=page_size,
         implementation=attention,
+        configs=configs,
     )
     hidden, store = model(tokens, position, slots, store, attend, attention)
     with jax.named_scope("sample"):

@@ -37,28 +37,13 @@ class Tiling:
         return max(1, min(self.max_splits, programs // (tiles * num_kv_heads)))
 
 
-def tiling_for(attention: str, wide_rows: int, group: int, kv_bytes: int, forest: bool | None = None) -> Tiling:
-    """On a GPU decodes fill it with four programs for each of some 132 multiprocessors, wide tiles with two.
-
-    group: query heads of a KV head. kv_bytes: of a position's K and V in one layer. forest: whether chunks share tiles;
-    None: where that was measured to be faster. A wide tile is bound by products, a narrow one by reading K and V, which
-    lie in the second-level cache when others read them too: 1.5 against 0.58 ns for a position of 4 KiB. A wide tile
-    takes 0.12 microseconds more than its positions. A partial result is 2 * group times as large as a position's K and
-    V. A launch takes some 3 microseconds.
-    """
-    on_gpu = attention.startswith("pallas")
-    costs = Costs(wide_rows, wide=2.6, tile=200.0, partial=2.8 * group, launch=42e6 / kv_bytes)
-    costs = costs if forest or (forest is None and on_gpu) else None
-    return Tiling(wide_rows, 528, 264, costs=costs) if on_gpu else Tiling(wide_rows, costs=costs)
-
-
 @dataclass(frozen=True)
 class Bucket:
     """A padded shape that is compiled: up to `num_tokens` tokens, of which up to `num_samples` yield a token.
 
     kind: "decode" takes chunks of one token, "shared" these and tiles of pages that they share, "mixed" any chunks.
-    shapes: of the narrow tiles and, but for "decode", the wide ones, of which `shared_tiles` are kept for shared pages.
-    num_partials: partial results of cut ranges, of which `shared_partials` are kept for shared pages.
+    shapes: of the narrow tiles and, but for "decode", the wide ones. num_partials: partial results of cut ranges, of
+    which `shared_partials` are kept for shared pages.
     """
 
     kind: str
@@ -66,7 +51,6 @@ class Bucket:
     num_samples: int
     shapes: tuple[TileShape, ...]
     num_partials: int = 0
-    shared_tiles: int = 0
     shared_partials: int = 0
 
     @property
@@ -138,18 +122,23 @@ def _make_bucket(kind: str, num_tokens: int, samples: int, num_kv_heads: int, ti
     shared_tiles = shared_partials = 0
     if kind != "decode" and tiling.costs:
         fill = max(1, tiling.wide_programs // num_kv_heads)
-        shared_tiles = fill + -(-num_tokens // rows) + samples // 8
+        # Empty tiles cost as well: room for some 320 programs in many small runs.
+        shared_tiles = max(fill, min(samples // 8, 320 // num_kv_heads)) + -(-num_tokens // rows)
         shared_partials = num_tokens + max(8 * samples, 1024)
     if kind == "shared":
-        shapes.append(TileShape(shared_tiles, rows, fill=fill))
+        shapes.append(TileShape(shared_tiles, rows, shared=shared_tiles, fill=fill))
     if kind == "mixed":
         splits = tiling.splits(tiling.wide_programs, -(-num_tokens // rows), num_kv_heads)
         # A chunk fills whole tiles but for one; it has at least two tokens.
         tiles = num_tokens // rows + min(num_tokens // 2, samples)
-        shapes.append(TileShape(tiles * splits + shared_tiles, rows, splits, fill=fill if shared_tiles else 1))
+        shapes.append(
+            TileShape(
+                tiles * splits + shared_tiles, rows, splits, shared=shared_tiles, fill=fill if shared_tiles else 1
+            )
+        )
     splits = max(shape.splits for shape in shapes)
     partials = num_tokens * splits if splits > 1 or shared_tiles else 0
-    return Bucket(kind, num_tokens, samples, tuple(shapes), partials + shared_partials, shared_tiles, shared_partials)
+    return Bucket(kind, num_tokens, samples, tuple(shapes), partials + shared_partials, shared_partials)
 
 
 def _sizes(smallest: int, largest: int, step: int) -> list[int]:
@@ -239,7 +228,7 @@ class Batcher:
         if self.costs is None or len(rows) < 2:
             return []
         key = rows.tobytes(), lengths.tobytes()
-        row, column, page = changes
+        _, column, page = changes
         if key == self.kept_for and not ((self.page_table[:, column] == page).sum(axis=0) > 1).any():
             return self.runs
         num_tokens = int(lengths.sum())
@@ -253,7 +242,7 @@ class Batcher:
             lengths,
             page_size=self.page_size,
             costs=self.costs,
-            max_tiles=bucket.shared_tiles - bucket.shapes[-1].fill,
+            max_tiles=bucket.shapes[-1].shared,
             max_partials=bucket.shared_partials,
         )
         if decode and sum(run.gain for run in self.runs) < self.costs.launch:

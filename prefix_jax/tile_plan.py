@@ -28,13 +28,14 @@ MIN_SHARED_RANGE = 256  # positions; below, a partial result costs more than a f
 @dataclass(frozen=True)
 class TileShape:
     """The capacity of one tile list: up to `tiles` tiles of `rows` query tokens, each range cut into at most `splits`
-    ranges of at least `min_range` positions; the last one may be shorter. fill: tiles that fill the device, and that
-    shared ranges are cut into."""
+    ranges of at least `min_range` positions; the last one may be shorter. shared: of the tiles, those kept for ranges
+    that chunks share; fill: tiles that fill the device, which such ranges are cut into."""
 
     tiles: int
     rows: int
     splits: int = 1
-    min_range: int = 256
+    min_range: int = 128
+    shared: int = 0
     fill: int = 1
 
 
@@ -68,8 +69,8 @@ class TilePlan:
 
 @dataclass(frozen=True)
 class _Ranges:
-    """Tiles before they are numbered: `token` holds query tokens and padding, `number` which of each token's ranges this
-    is, in the order of positions."""
+    """Tiles before they are numbered. token: query tokens and padding (-1). number: which of the token's ranges each is,
+    in the order of positions."""
 
     token: Int[np.ndarray, "n R"]
     row: PerTile
@@ -135,15 +136,18 @@ def _tokens(firsts: PerTile, lengths: PerTile) -> Int[np.ndarray, " tokens"]:
 def _pieces(
     runs: Sequence[Run], lengths: PerChunk, shapes: Sequence[TileShape], num_partials: int, page_size: int
 ) -> Int[np.ndarray, " runs"]:
-    """Into how many ranges each run is cut: as many as fill the device once, if the partial results fit."""
+    """Into how many ranges each run is cut: as many as fill the device once, if they and their results fit."""
     tokens = np.array([lengths[run.members].sum() for run in runs])
     size = np.array([run.last - run.first for run in runs]) * page_size
     wide = shapes[-1]
-    longest = max(MIN_SHARED_RANGE, page_size, int(np.sum(-(-tokens // wide.rows) * size)) // wide.fill)
+    tiles = -(-tokens // wide.rows)
+    longest = max(MIN_SHARED_RANGE, page_size, int(tiles @ size) // wide.fill)
     room = num_partials - int(lengths.sum()) * max(shape.splits for shape in shapes)
-    while (pieces := np.maximum(1, size // longest)) @ tokens > room and pieces.max() > 1:
+    while True:
+        pieces = np.maximum(1, size // longest)
+        if pieces.max() == 1 or (pieces @ tokens <= room and pieces @ tiles <= wide.shared):
+            return pieces
         longest *= 2
-    return pieces
 
 
 def _share(
@@ -218,17 +222,18 @@ def _cut_ranges(
 def _lay_out(
     ranges: list[_Ranges], base: Int[np.ndarray, " T"], num_tokens: int, num_partials: int, shape: TileShape
 ) -> TileList:
-    """The tiles in the capacity of their list, filled up with empty ones. base: each token's first partial result."""
-    num_tiles = sum(len(part.row) for part in ranges)
-    assert num_tiles <= shape.tiles, f"{num_tiles} tiles, room for {shape.tiles}"
+    """The tiles in the capacity of their list, the longest last, where the kernels begin, filled up with empty ones.
+    base: each token's first partial result."""
+    names = ("token", "number", "row", "start", "end")
+    tokens, number, row, start, end = (np.concatenate([getattr(part, name) for part in ranges]) for name in names)
+    assert len(row) <= shape.tiles, f"{len(row)} tiles, room for {shape.tiles}"
+    order = np.argsort(end - start, kind="stable") if shape.rows > 1 else slice(None)
+    is_real = tokens[order] >= 0
     token = np.full((shape.tiles, shape.rows), num_tokens, np.int32)
     partial = np.full((shape.tiles, shape.rows), num_partials, np.int32)
+    token[: len(row)] = np.where(is_real, tokens[order], num_tokens)
+    numbered = np.minimum(base[tokens[order]] + number[order], num_partials)
+    partial[: len(row)] = np.where(is_real, numbered, num_partials)
     columns = np.zeros((3, shape.tiles), np.int32)
-    n = 0
-    for part in ranges:
-        at = slice(n, n := n + len(part.row))
-        is_real = part.token >= 0
-        token[at] = np.where(is_real, part.token, num_tokens)
-        partial[at] = np.where(is_real, np.minimum(base[part.token] + part.number, num_partials), num_partials)
-        columns[:, at] = part.row, part.start, part.end
+    columns[:, : len(row)] = row[order], start[order], end[order]
     return TileList(token, *columns, partial)

@@ -1,5 +1,5 @@
-"""Times attention alone, on random data in permuted pages, with the plans the engine makes: plain decode against the copy
-bandwidth, shared prefixes against the plain plan, prefill in operations per second, and the planning itself.
+"""Times attention alone, on random data in permuted pages, with the plans the engine makes: plain decode against the
+copy bandwidth, shared prefixes against the plain plan, prefill in operations per second, and the planning itself.
 
 Every work runs over several layers' K and V in turn, so that none of it lies in the cache from the run before, and all
 works are timed in turn. Writes benchmarks/results/kernels.json.
@@ -20,14 +20,15 @@ import numpy as np
 from ceilings import measure_ceilings
 from results import Figure, device_name, write_results
 
-from pallas_kernels import default_implementation, paged_attention, tile_rows
+from pallas_kernels import default_implementation, paged_attention
 from prefix_jax.forest import choose_runs
-from prefix_jax.runner import batch_merge, batch_tiles
-from prefix_jax.step_batch import Bucket, Tiling, make_buckets, tiling_for
+from prefix_jax.models.llama import LlamaConfig
+from prefix_jax.runner import TILE_KINDS, batch_merge, batch_tiles, make_batcher, tile_tuning
+from prefix_jax.step_batch import Batcher, Bucket
 from prefix_jax.tile_plan import tile_plan
 
 PAGE_SIZE = 16
-LAYER_BYTES = 128 * 2**20  # K and V that a chain of calls walks through at least, more than the second-level cache
+NUM_LAYERS, CALLS = 4, 8  # in one executable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,31 +46,43 @@ class Work:
     level: int | None = None  # only rows that agree in so many columns share, and no more than these
 
     @property
-    def tiling(self) -> Tiling:
-        rows = tile_rows("pallas", self.group, jnp.bfloat16)
-        return tiling_for("pallas", rows, self.group, 4 * self.num_kv_heads * self.head_dim, forest=self.forest)
+    def config(self) -> LlamaConfig:
+        heads = self.num_kv_heads * self.group
+        return LlamaConfig(
+            vocab_size=1, hidden_size=1, intermediate_size=1, num_layers=1, num_heads=heads,
+            num_kv_heads=self.num_kv_heads, head_dim=self.head_dim,
+        )  # fmt: skip
 
-    def plan(self) -> tuple[Bucket, np.ndarray]:
+    def batcher(self, implementation: str) -> Batcher:
+        return make_batcher(
+            self.config,
+            jnp.bfloat16,
+            implementation,
+            page_size=PAGE_SIZE,
+            max_num_seqs=len(self.table),
+            max_num_batched_tokens=max(int(self.lengths.sum()), 64),
+            max_model_len=PAGE_SIZE * self.table.shape[1],
+            forest=self.forest,
+        )
+
+    def plan(self, batcher: Batcher) -> tuple[Bucket, np.ndarray]:
         """The bucket and the packed arrays of attention, as the engine would make them."""
-        num_tokens, tiling = int(self.lengths.sum()), self.tiling
-        buckets = make_buckets(len(self.table), max(num_tokens, 64), self.num_kv_heads, tiling, smallest=64)
-        fitting = [b for b in buckets if b.num_tokens >= num_tokens]
-        runs, kind = [], "mixed" if num_tokens > len(self.table) else "decode"
+        num_tokens = int(self.lengths.sum())
+        runs, costs = [], batcher.costs
         if self.forest:
-            kind = "mixed" if kind == "mixed" else "shared"
-            bucket = next(b for b in fitting if b.kind == kind)
+            bucket = batcher.bucket_of(len(self.table), num_tokens, shares=True)
             runs = choose_runs(
                 self.table if self.level is None else self._visible(),
                 self.starts // PAGE_SIZE,
                 self.lengths,
                 page_size=PAGE_SIZE,
-                costs=tiling.costs,
-                max_tiles=bucket.shared_tiles - bucket.shapes[-1].fill,
+                costs=costs,
+                max_tiles=bucket.shapes[-1].shared,
                 max_partials=bucket.shared_partials,
             )
-            if kind == "shared" and sum(run.gain for run in runs) < tiling.costs.launch:
-                runs, kind = [], "decode"
-        bucket = next(b for b in fitting if b.kind == kind)
+            if num_tokens == len(self.table) and sum(run.gain for run in runs) < costs.launch:
+                runs = []
+        bucket = batcher.bucket_of(len(self.table), num_tokens, shares=bool(runs))
         rows = np.arange(len(self.table))
         plan = tile_plan(
             rows, self.starts, self.lengths, num_tokens=bucket.num_tokens, shapes=bucket.shapes,
@@ -87,76 +100,113 @@ class Work:
         return (self.table + 10**6 * owner).astype(np.int32)
 
 
-def compiled(work: Work, bucket: Bucket, num_layers: int, calls: int, implementation: str):
-    """`calls` attentions, one behind the other, over the layers in turn."""
-    num_tokens, table = bucket.num_tokens, jnp.asarray(work.table, jnp.int32)
-    position = np.zeros(num_tokens, np.int32)
-    ends = np.cumsum(work.lengths)
-    position[: ends[-1]] = np.arange(ends[-1]) + np.repeat(work.starts - ends + work.lengths, work.lengths)
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What an executable is compiled for: a bucket, and arrays that hold every work of it."""
 
-    def run(q, packed, layers):
-        batch = bucket.unpack(packed)
-        attend = functools.partial(
-            paged_attention,
-            positions=jnp.asarray(position),
-            page_table=table,
-            tile_lists=batch_tiles(batch, bucket),
-            merge=batch_merge(batch, bucket),
-            page_size=PAGE_SIZE,
-            implementation=implementation,
+    bucket: Bucket
+    config: LlamaConfig
+    num_rows: int
+    num_columns: int
+    num_slots: int
+
+    def compile(self, implementation: str):
+        """`CALLS` attentions, one behind the other, over the layers in turn."""
+        bucket, config = self.bucket, self.config
+
+        @jax.jit  # traced and lowered once
+        def attend(q, packed, position, table, k_slots, v_slots):
+            batch = bucket.unpack(packed)
+            kinds = TILE_KINDS[bucket.kind]
+            return paged_attention(
+                q, k_slots, v_slots, position, table, batch_tiles(batch, bucket), batch_merge(batch, bucket),
+                page_size=PAGE_SIZE,
+                implementation=implementation,
+                configs=[tile_tuning(kind, config, jnp.bfloat16, implementation, PAGE_SIZE).config for kind in kinds],
+            )  # fmt: skip
+
+        def run(q, packed, position, table, layers):
+            for i in range(CALLS):
+                q = attend(q, packed, position, table, *layers[i % NUM_LAYERS])
+            return q
+
+        slots = jax.ShapeDtypeStruct((self.num_slots, config.num_kv_heads, config.head_dim), jnp.bfloat16)
+        q = jax.ShapeDtypeStruct((bucket.num_tokens, config.num_heads, config.head_dim), jnp.bfloat16)
+        packed, position, table = (
+            jax.ShapeDtypeStruct(shape, jnp.int32)
+            for shape in ((bucket.packed_len,), (bucket.num_tokens,), (self.num_rows, self.num_columns))
         )
-        for i in range(calls):
-            q = attend(q, *layers[i % num_layers])
-        return q
-
-    slots = jax.ShapeDtypeStruct((_num_slots(work), work.num_kv_heads, work.head_dim), jnp.bfloat16)
-    q = jax.ShapeDtypeStruct((num_tokens, work.num_kv_heads * work.group, work.head_dim), jnp.bfloat16)
-    packed = jax.ShapeDtypeStruct((bucket.packed_len,), jnp.int32)
-    return jax.jit(run, donate_argnums=0).lower(q, packed, [(slots, slots)] * num_layers).compile()
+        return jax.jit(run, donate_argnums=0).lower(q, packed, position, table, [(slots, slots)] * NUM_LAYERS).compile()
 
 
-def _num_slots(work: Work) -> int:
-    return (int(work.table.max()) + 1) * PAGE_SIZE
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """A work with its executable and the arrays it takes, on the device."""
+
+    work: Work
+    shape: Shape
+    arrays: tuple
+
+    def random_q(self, seed: int) -> jax.Array:
+        shape = self.shape.bucket.num_tokens, self.shape.config.num_heads, self.shape.config.head_dim
+        return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
 
 
-@functools.lru_cache(maxsize=3)
-def random_layers(num_layers: int, num_slots: int, num_kv_heads: int, head_dim: int) -> list:
-    make = jax.jit(functools.partial(jax.random.normal, shape=(num_slots, num_kv_heads, head_dim), dtype=jnp.bfloat16))
-    keys = jax.random.split(jax.random.key(0), 2 * num_layers)
-    return [(make(keys[2 * i]), make(keys[2 * i + 1])) for i in range(num_layers)]
-
-
-def time_works(works: Sequence[Work], implementation: str, repeats: int) -> dict[str, list[float]]:
-    """Seconds of one call of each work, `repeats` times, the works in turn."""
+def prepare(works: Sequence[Work], implementation: str) -> list[Prepared]:
+    """Works with the same bucket and heads get one executable, whose table and slots have room for each of them."""
+    batchers = [work.batcher(implementation) for work in works]
+    plans = [work.plan(batcher) for work, batcher in zip(works, batchers, strict=True)]
+    keys = [(bucket.name, work.config) for work, (bucket, _) in zip(works, plans, strict=True)]
+    num_slots = {key[1]: 0 for key in keys}
+    num_columns = dict.fromkeys(keys, 0)
+    for work, key in zip(works, keys, strict=True):
+        num_slots[key[1]] = max(num_slots[key[1]], (int(work.table.max()) + 1) * PAGE_SIZE)
+        num_columns[key] = max(num_columns[key], work.table.shape[1])
     prepared = []
-    for work in works:
-        bucket, packed = work.plan()
-        layer_bytes = 2 * _num_slots(work) * work.num_kv_heads * work.head_dim * 2
-        num_layers = min(8, -(-LAYER_BYTES // layer_bytes) + 1)
-        prepared.append((work, bucket, packed, num_layers, max(8, num_layers)))
+    for work, key, (bucket, packed) in zip(works, keys, plans, strict=True):
+        table = np.zeros((len(work.table), num_columns[key]), np.int32)
+        table[:, : work.table.shape[1]] = work.table
+        position = np.zeros(bucket.num_tokens, np.int32)
+        ends = np.cumsum(work.lengths)
+        position[: ends[-1]] = np.arange(ends[-1]) + np.repeat(work.starts - ends + work.lengths, work.lengths)
+        shape = Shape(bucket, key[1], *table.shape, num_slots[key[1]])
+        prepared.append(Prepared(work, shape, tuple(map(jnp.asarray, (packed, position, table)))))
+    return prepared
+
+
+def random_layers(config: LlamaConfig, num_slots: int) -> list[tuple[jax.Array, jax.Array]]:
+    shape = num_slots, config.num_kv_heads, config.head_dim
+    make = jax.jit(functools.partial(jax.random.normal, shape=shape, dtype=jnp.bfloat16))
+    keys = jax.random.split(jax.random.key(0), 2 * NUM_LAYERS)
+    return [(make(keys[2 * i]), make(keys[2 * i + 1])) for i in range(NUM_LAYERS)]
+
+
+def time_works(works: Sequence[Work], implementation: str, repeats: int) -> tuple[dict[str, list[float]], float]:
+    """Seconds of one call of each work, `repeats` times, all works over the same heads in turn; and the largest
+    difference between what plain and shared tiles of the same work give."""
+    prepared = prepare(works, implementation)
+    shapes = list(dict.fromkeys(p.shape for p in prepared))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        runs = list(pool.map(lambda p: compiled(p[0], p[1], p[3], p[4], implementation), prepared))
-    # Works over K and V of one shape follow one another: they take turns among themselves, on the same arrays.
+        runs = dict(zip(shapes, pool.map(lambda shape: shape.compile(implementation), shapes), strict=True))
     seconds: dict[str, list[float]] = {work.what: [] for work in works}
-    shape_of = {id(p): (p[3], _num_slots(p[0]), p[0].num_kv_heads, p[0].head_dim) for p in prepared}
-    for shape in dict.fromkeys(shape_of.values()):
-        layers = random_layers(*shape)
+    outputs: dict[str, np.ndarray] = {}
+    for config in dict.fromkeys(shape.config for shape in shapes):
+        mine = [p for p in prepared if p.shape.config == config]
+        layers = random_layers(config, mine[0].shape.num_slots)
         for repeat in range(repeats + 1):
-            for p, run in zip(prepared, runs, strict=True):
-                if shape_of[id(p)] != shape:
-                    continue
-                work, bucket, packed, _, calls = p
-                q_shape = (bucket.num_tokens, work.num_kv_heads * work.group, work.head_dim)
-                q = jax.random.normal(jax.random.key(repeat), q_shape, jnp.bfloat16)
-                packed = jnp.asarray(packed)
-                q = jax.block_until_ready(run(q, packed, layers))
+            for p in mine:
+                run = runs[p.shape]
+                q = jax.block_until_ready(run(p.random_q(repeat), *p.arrays, layers))
+                if not repeat and len(p.work.table) == 256:
+                    outputs[p.work.what] = np.asarray(q, np.float32)
                 started = time.perf_counter()
                 for _ in range(2):
-                    q = run(q, packed, layers)
+                    q = run(q, *p.arrays, layers)
                 jax.block_until_ready(q)
                 if repeat:
-                    seconds[work.what].append((time.perf_counter() - started) / (2 * calls))
-    return seconds
+                    seconds[p.work.what].append((time.perf_counter() - started) / (2 * CALLS))
+    pairs = [(outputs[name], outputs[f"shared{name[5:]}"]) for name in outputs if name.startswith("plain B")]
+    return seconds, max((float(np.abs(a - b).max()) for a, b in pairs), default=0.0)
 
 
 # Works ---------------------------------------------------------------------------------------------------------------
@@ -216,17 +266,17 @@ def tree_works() -> list[Work]:
     return [decode(f"tree, {name}", table, level=at) for name, at in levels.items()]
 
 
-def time_planning(num_seqs: int, repeats: int = 30) -> list[float]:
+def time_planning(num_seqs: int, implementation: str, repeats: int = 30) -> list[float]:
     """Milliseconds to find, choose and cut the runs of sequences of 8,192 positions, from nothing."""
     table = tree([1, 8, num_seqs // 64, 8], [128, 256, 96], 32)
     work = decode("", table)
-    work.plan()
+    batcher = work.batcher(implementation)
     spent = []
-    for _ in range(repeats):
+    for _ in range(repeats + 1):
         started = time.perf_counter()
-        work.plan()
+        work.plan(batcher)
         spent.append((time.perf_counter() - started) * 1e3)
-    return spent
+    return spent[1:]
 
 
 def main() -> None:
@@ -254,10 +304,11 @@ def main() -> None:
     works = [*plains.values(), *(w for pair in shareds.values() for w in pair), *prefills.values(), *nothing, *trees]
     if args.small:
         plains, shareds, prefills = {(4, 64, False): plain(4, 64)}, {}, {}
-        works = [*plains.values(), *nothing, *trees]
-        works = [plains[4, 64, False]]
+        works = [*plains.values(), *trees]
     started = time.perf_counter()
-    seconds = time_works(list({work.what: work for work in works}.values()), args.implementation, args.repeats)
+    seconds, difference = time_works(
+        list({work.what: work for work in works}.values()), args.implementation, args.repeats
+    )
     print(f"timed {len(seconds)} works in {time.perf_counter() - started:.0f} s")
 
     rows = []
@@ -287,9 +338,11 @@ def main() -> None:
         pairs = new * cached + new * (new + 1) // 2
         rates = [4 * work.head_dim * pairs * work.num_kv_heads * work.group / s / 1e12 for s in seconds[work.what]]
         rows.append(Figure.median(work.what, rates, "TFLOP/s", must=PREFILL[key], aim=420, better="higher"))
+    what = "largest difference of outputs, shared and plain tiles, after 8 calls"
+    rows.append(Figure(what, difference, ""))
     for num_seqs, must, aim in ((256, 2, 1), (1024, 6, 3)):
         what = f"host: tile plan from nothing, forest on, {num_seqs} sequences of 8192"
-        rows.append(Figure.median(what, time_planning(num_seqs), "ms", must=must, aim=aim))
+        rows.append(Figure.median(what, time_planning(num_seqs, args.implementation), "ms", must=must, aim=aim))
     if not args.small:
         write_results("kernels", rows, ceilings=ceilings, device=device_name())
 

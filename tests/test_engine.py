@@ -384,20 +384,19 @@ def test_shared_tiles_never_change_a_token(monkeypatch):
     check_greedy(outputs)
 
 
-def test_short_chunks_over_a_shared_prefix_share_its_tiles():
+def test_short_chunks_over_a_shared_prefix_share_its_tiles(monkeypatch):
     """Prompts that arrive when their prefix is cached: their chunks read it together, mixed with a decode."""
     prompts = tree_of_prompts()[:6]
     answers = {}
     for forest in (False, True):
         llm = forest_engine(forest=forest)
         generate(llm, prompts[:1], greedy(1))
-        built = []
-        build = llm.engine.batcher.build
-        llm.engine.batcher.build = lambda plan, bucket=None, build=build: built.append(build(plan, bucket)) or built[-1]
-        try:
+        built, build = [], llm.engine.batcher.build
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                llm.engine.batcher, "build", lambda *a, build=build, built=built: built.append(build(*a)) or built[-1]
+            )
             outputs = generate(llm, prompts, greedy(5))
-        finally:
-            del llm.engine.batcher.build
         answers[forest] = tokens_of(outputs)
         assert cached_of(outputs) == [64] * 6
         views = built[0].bucket.unpack(built[0].packed)

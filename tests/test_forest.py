@@ -1,4 +1,4 @@
-"""Runs of shared pages against all pairs of rows, and plans with shared tiles against a count of every (token, position)."""
+"""Runs of shared pages against all pairs of rows; plans with shared tiles against a count of each (token, position)."""
 
 import dataclasses
 
@@ -89,7 +89,7 @@ def shared_plan(page_size, max_num_seqs, budget, num_pages, lengths, tiling, see
 def plan_of(bucket: Bucket, costs: Costs, rows, starts, lengths, table, page_size) -> tuple[TilePlan, list]:
     runs = choose_runs(
         table[rows], starts // page_size, lengths, page_size=page_size, costs=costs,
-        max_tiles=bucket.shared_tiles - bucket.shapes[-1].fill, max_partials=bucket.shared_partials,
+        max_tiles=bucket.shapes[-1].shared, max_partials=bucket.shared_partials,
     )  # fmt: skip
     plan = tile_plan(
         rows, starts, lengths, num_tokens=bucket.num_tokens, shapes=bucket.shapes, num_partials=bucket.num_partials,

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import Merge, default_implementation, paged_attention, tile_rows
+from pallas_kernels import Merge, default_implementation, paged_attention
 from pallas_kernels.cases import CASES, build
 from pallas_kernels.merge import merge_pallas, merge_xla
 from pallas_kernels.reference import reference
 from pallas_kernels.tiles import Partials
+from pallas_kernels.tuning import wide_rows as tile_rows
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 CHECKED = [(case, "float32") for case in CASES] + [(case, "bfloat16") for case in CASES[::8]]

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefix_jax.step_batch import Batcher, Bucket, Tiling, make_buckets, tiling_for
+from prefix_jax.forest import Costs
+from prefix_jax.step_batch import Batcher, Bucket, Tiling, make_buckets
 from prefix_jax.tile_plan import RANGE_STEP, TilePlan, TileShape, tile_plan
 
 TILINGS = [Tiling(4), Tiling(32), Tiling(8, 64, 32), Tiling(16, 528, 264), Tiling(1, 16, 16, max_splits=4)]
@@ -155,7 +156,7 @@ def test_the_bucket_is_the_smallest_that_takes_the_plan():
 
 def test_the_number_of_buckets_grows_with_the_logarithm():
     """C36: far too many shapes are compiled and start-up takes minutes (vllm#14510)."""
-    buckets = make_buckets(256, 8192, 8, tiling_for("pallas", 32, 4, 4096), smallest=64)
+    buckets = make_buckets(256, 8192, 8, Tiling(32, 528, 264, costs=Costs(32, 2.6, 200.0, 11.0, 1e4)), smallest=64)
     assert [sum(bucket.kind == kind for bucket in buckets) for kind in ("decode", "shared", "mixed")] == [9, 5, 8]
     assert len({bucket.name for bucket in buckets}) == len(buckets)
     assert max(bucket.packed_len for bucket in buckets) * 4 < 4 * 2**20, "one transfer of a few MB at most"

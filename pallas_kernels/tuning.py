@@ -1,0 +1,69 @@
+"""Which kernel with which sizes runs the tiles of a kind: a table of measurements, and safe defaults beyond it."""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import hopper_attention as hopper
+from pallas_kernels.hopper_attention import HopperConfig
+from pallas_kernels.tile_attention import Config, default_config
+
+TABLE = Path(__file__).with_name("tuned.json")
+Kind = Literal["narrow", "own", "wide"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """rows: query tokens of a tile (R, which others call block_q over the group). programs: how many of a tile and a KV
+    head fill the device; with fewer, ranges are to be cut."""
+
+    rows: int
+    config: Config | HopperConfig
+    programs: int
+
+
+def tuning(
+    kind: Kind,
+    group: int,
+    head_dim: int,
+    dtype: jax.typing.DTypeLike,
+    *,
+    implementation: str,
+    page_size: int = 16,
+) -> Tuning:
+    """For tiles of one token ("narrow"), such behind a range that others read for them ("own"), or many ("wide").
+
+    group: query heads of a KV head. What the table does not have for the default device gets what was found to spill no
+    registers.
+    """
+    dtype = jnp.dtype(dtype)
+    rows = wide_rows(implementation, group, dtype) if kind == "wide" else 1
+    if implementation == "pallas_hopper" and hopper.refusal(rows, group, head_dim, dtype, page_size) is None:
+        return Tuning(rows, HopperConfig(), programs=132)
+    row = _table().get(device_kind(), {}).get(f"{kind}, G = {group}, D = {head_dim}, {dtype.name}")
+    if row is not None:
+        return Tuning(row["rows"], Config(row["block_kv"], row["num_warps"], row["num_stages"]), row["programs"])
+    config = default_config(rows, group, head_dim, dtype)
+    return Tuning(rows, config, programs=264 if kind == "wide" else 528)
+
+
+def wide_rows(implementation: str, group: int, dtype: jax.typing.DTypeLike) -> int:
+    """R of wide tiles, those of prompts: 128 matrix rows of bfloat16 fill the matrix units of a GPU."""
+    if implementation == "xla":
+        return 64
+    matrix_rows = 32 if jnp.dtype(dtype).itemsize == 4 else 128  # float32 products run on scalar units, from registers
+    return max(1, matrix_rows // (1 << (group - 1).bit_length()))
+
+
+def device_kind() -> str:
+    return jax.devices()[0].device_kind
+
+
+@functools.cache
+def _table() -> dict[str, dict[str, dict[str, int]]]:
+    return json.loads(TABLE.read_text(encoding="utf-8"))

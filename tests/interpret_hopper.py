@@ -1,0 +1,32 @@
+"""Runs the kernel for Hopper in Mosaic's interpreter and compares it with the reference; a process of its own, because
+the interpreter wants a thread for each warpgroup (NPROC). Arguments: names of cases. Prints the largest errors."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import HopperConfig, paged_attention
+from pallas_kernels.cases import HOPPER_CASES, build
+from pallas_kernels.reference import reference
+
+
+def largest_error(case) -> float:
+    a = build(case, jnp.bfloat16)
+    want = reference(a.q, a.k_slots, a.v_slots, a.positions, a.row, a.page_table, page_size=case.page_size)
+
+    @jax.jit
+    def attend(*arguments):
+        configs = [HopperConfig() if tiles.token.shape[1] > 1 else None for tiles in a.tile_lists]
+        return paged_attention(*arguments, page_size=case.page_size, implementation="pallas_interpret", configs=configs)
+
+    out = np.asarray(attend(a.q, a.k_slots, a.v_slots, a.positions, a.page_table, a.tile_lists, a.merge), np.float32)
+    assert (out[a.idle] == np.asarray(a.q, np.float32)[a.idle]).all(), "a token in no tile was written"
+    return float(np.abs(out - np.asarray(want))[~a.idle].max())
+
+
+if __name__ == "__main__":
+    for case in HOPPER_CASES:
+        if case.name in sys.argv[1:]:
+            print(case.name, largest_error(case), flush=True)
