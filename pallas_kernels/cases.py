@@ -17,7 +17,8 @@ class Case:
     shared: leading positions (a multiple of page_size) whose pages all sequences share, read once for all of them.
     cut: the longest range of a tile, 0 for no limit.
     scatter: tokens and ranges are thrown into tiles at random instead of in order.
-    tile_rows: R of the wide tile list; a tile of one token goes to the narrow one.
+    tile_rows: R of the wide tile list; a tile of one token goes to the narrow one. beside: the wide list has cut tokens
+        alone, and runs beside the narrow one.
     softcap, window, alibi: of the scores; slopes are then 2 ** -(h + 1).
     """
 
@@ -32,6 +33,7 @@ class Case:
     shared: int = 0
     cut: int = 0
     scatter: bool = False
+    beside: bool = False
     softcap: float | None = None
     window: int | None = None
     alibi: bool = False
@@ -69,6 +71,12 @@ CASES = (
     Case("prefill_cut", "tokens that see nothing of a later range", ((0, 70), (64, 30)), cut=16, group=3),
     Case("mixed_cut", "cut and whole tokens in both lists", MIXED, cut=48),
     Case("shared_decode", "one shared range for all, one own range each", ((100, 1), (64, 1), (70, 1)), shared=64),
+    Case(
+        "shared_beside", "wide tiles of cut tokens alone", tuple((64 + n, 1) for n in range(7)), shared=64, beside=True
+    ),
+    Case(
+        "shared_beside_cut", "both lists cut", ((200, 1), (470, 1), (165, 1)), shared=160, cut=64, beside=True, group=3
+    ),
     Case("shared_many", "more sequences than rows of a tile", tuple((32 + n, 1) for n in range(11)), shared=32),
     Case("shared_cut", "the shared range is cut as well", ((200, 1), (170, 1), (160, 1)), shared=160, cut=64, group=1),
     Case("shared_chunk", "chunks over a shared prefix", ((32, 9), (40, 3), (33, 1)), shared=32),
@@ -129,7 +137,7 @@ def build(case: Case, dtype: jax.typing.DTypeLike, seed: int = 0) -> Arrays:
     row = np.repeat(np.arange(len(case.sequences)), [new for _, new in case.sequences])
     positions = np.concatenate([np.arange(done, done + new) for done, new in case.sequences])
     row, positions = np.append(row, [len(case.sequences)] * 2), np.append(positions, [0, 0])
-    tile_lists, merge = lay_out(_pieces(case, rng), len(row), case.tile_rows)
+    tile_lists, merge = lay_out(_pieces(case, rng), len(row), case.tile_rows, case.beside)
 
     owned = np.zeros(num_pages * case.page_size, bool)
     for b, (done, new) in enumerate(case.sequences):
@@ -196,35 +204,48 @@ def _pieces(case: Case, rng: np.random.Generator) -> list[Piece]:
     return pieces
 
 
-def lay_out(pieces: list[Piece], num_tokens: int, tile_rows: int) -> tuple[tuple[Tiles, ...], Merge | None]:
-    """Pieces as a narrow (R = 1) and a wide tile list, where there are such tiles, and the merge of cut tokens."""
-    starts: dict[int, list[int]] = {}
-    for tokens, _, start, _ in pieces:
-        for t in tokens:
-            starts.setdefault(int(t), []).append(start)
-    cut = {t: sorted(s) for t, s in starts.items() if len(s) > 1}
-    firsts = dict(zip(cut, np.cumsum([0] + [len(s) for s in cut.values()]).tolist()[:-1], strict=True))
-    num_partials = sum(map(len, cut.values())) + 3
-
-    tile_lists = []
+def lay_out(
+    pieces: list[Piece], num_tokens: int, tile_rows: int, beside: bool = False
+) -> tuple[tuple[Tiles, ...], Merge | None]:
+    """Pieces as a narrow (R = 1) and a wide tile list, where there are such tiles, and the merge of cut tokens. beside:
+    the wide list has cut tokens alone, and says so."""
+    ranges: dict[int, int] = {}
+    for tokens, *_ in pieces:
+        for t in tokens.tolist():
+            ranges[t] = ranges.get(t, 0) + 1
+    tile_lists, firsts, counts = [], [], []
     for rows, members in (
         (1, [p for p in pieces if len(p[0]) == 1]),
         (tile_rows, [p for p in pieces if len(p[0]) > 1]),
     ):
         if not members:
             continue
+        starts: dict[int, list[int]] = {}  # of the cut tokens' ranges in this list
+        for tokens, _, start, _ in members:
+            for t in tokens.tolist():
+                if ranges[t] > 1:
+                    starts.setdefault(t, []).append(start)
+        count = np.array([len(starts.get(t, [])) for t in range(num_tokens)])
+        first = np.cumsum(count) - count
+        num_partials = int(count.sum()) + 3
         token = np.full((len(members) + 2, rows), num_tokens, np.int32)
         partial = np.full_like(token, num_partials)
         row, start, end = np.zeros((3, len(token)), np.int32)
         for n, (tokens, b, s, e) in enumerate(members):
             token[n, : len(tokens)], row[n], start[n], end[n] = tokens, b, s, e
             for r, t in enumerate(tokens.tolist()):
-                if t in cut:
-                    partial[n, r] = firsts[t] + cut[t].index(s)
-        has_cut = bool((partial < num_partials).any())
-        fields = (token, row, start, end, partial if has_cut else None)
-        tile_lists.append(Tiles(*(None if f is None else jnp.asarray(f) for f in fields)))
+                if t in starts:
+                    partial[n, r] = first[t] + sorted(starts[t]).index(s)
+        fields = map(jnp.asarray, (token, row, start, end))
+        only_cut = beside and rows > 1
+        cut = {"partial": jnp.asarray(partial), "num_partials": num_partials, "only_cut": only_cut} if starts else {}
+        tile_lists.append(Tiles(*fields, **cut))
+        firsts.append(first)
+        counts.append(count)
+    cut = [t for t, number in ranges.items() if number > 1]
     if not cut:
         return tuple(tile_lists), None
-    merge = np.array([(t, firsts[t], len(s)) for t, s in cut.items()] + [(num_tokens, 0, 0)], np.int32)
-    return tuple(tile_lists), Merge(*map(jnp.asarray, merge.T), num_partials=num_partials)
+    first, count = (np.array(values)[:, [*cut, 0]] for values in (firsts, counts))
+    count[:, -1] = 0  # padding
+    token = np.array([*cut, num_tokens])
+    return tuple(tile_lists), Merge(*(jnp.asarray(a, jnp.int32) for a in (token, first, count)))

@@ -46,40 +46,44 @@ def refusal(
 
 
 # Lowering takes a second: once for all layers of a model.
-@functools.partial(jax.jit, static_argnames=("num_partials", "page_size", "scoring", "config", "interpret"))
+@functools.partial(jax.jit, static_argnames=("page_size", "scoring", "config", "interpret"))
 def tile_attention(
+    q: Float[Array, "T Hq D"],
     x: Float[Array, "T Hq D"],
-    partials: Partials | None,
     tiles: Tiles,
     positions: Int[Array, "T"],
     page_table: Int[Array, "B P"],
     k_slots: Float[Array, "num_slots Hkv D"],
     v_slots: Float[Array, "num_slots Hkv D"],
     *,
-    num_partials: int,
     page_size: int,
     scoring: Scoring,
     config: HopperConfig = HopperConfig(),
     interpret: bool = False,
 ) -> tuple[Float[Array, "T Hq D"], Partials | None]:
-    """Runs the tiles of one list; the results take the place of x and of partials, in the same memory.
+    """Runs the tiles of one list; the results take the place of q, which x has to be, in the same memory. Returns them
+    and the partials of cut tokens, uninitialised where there are none.
 
-    A list with cut tokens that gets no partials (it is the first) makes them, uninitialised. The last tile is the
-    first to run: there the longest belong.
+    The last tile is the first to run: there the longest belong.
     """
+    del q
     num_tokens, num_heads, head_dim = x.shape
     num_tiles, rows = tiles.token.shape
-    num_kv_heads = k_slots.shape[1]
+    num_partials, num_kv_heads = tiles.num_partials, k_slots.shape[1]
     group = num_heads // num_kv_heads
-    if why := refusal(rows, group, head_dim, x.dtype, page_size, scoring):
+    if (
+        why := "takes no list that runs beside others"
+        if tiles.only_cut
+        else refusal(rows, group, head_dim, x.dtype, page_size, scoring)
+    ):
         raise NotImplementedError(f"this kernel {why}")
     box = math.gcd(page_size, config.block_kv)  # positions of one copy
     plan = _plan(tiles, positions, num_tokens, num_partials, group, box, config.block_kv)
     boxes = (k_slots.shape[0] // box, box, num_kv_heads, head_dim)
-    if tiles.partial is not None and partials is None:
-        shape = (num_partials, num_heads, head_dim)
-        partials = Partials(lax.empty(shape, jnp.float32), lax.empty(shape[:-1], jnp.float32))
-    outs = [jax.new_ref(a) for a in ([x] if tiles.partial is None else [x, partials.value, partials.lse])]
+    outs = [jax.new_ref(x)]
+    if tiles.partial is not None:
+        shape = (tiles.num_partials, num_heads, head_dim)
+        outs += [jax.new_ref(lax.empty(s, jnp.float32)) for s in (shape, shape[:-1])]
 
     swizzled = {"transforms": (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))}
     ring = plgpu.SMEM((config.num_stages, config.block_kv, head_dim), x.dtype, **swizzled)
@@ -121,8 +125,8 @@ def tile_attention(
         interpret=plgpu.InterpretGPUParams() if interpret else False,
         name=f"hopper_attention_{rows}",
     )(plan, page_table, k_slots.reshape(boxes), v_slots.reshape(boxes), *outs)
-    x, *rest = (jax.freeze(ref) for ref in outs)
-    return x, Partials(*rest) if rest else partials
+    x, *partials = (jax.freeze(ref) for ref in outs)
+    return x, Partials(*partials) if partials else None
 
 
 def _plan(tiles, positions, num_tokens, num_partials, group, box, block_kv) -> Int[Array, "N 4 128"]:

@@ -1,6 +1,7 @@
 """Partial results of cut tokens -> one, by log-sum-exp in float32, in the order of positions."""
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,31 +15,34 @@ from pallas_kernels.tiles import Merge, Partials
 STEP, NUM_WARPS = 4, 4  # partials that a program merges at a time
 
 
-def merge_xla(x: Float[Array, "T Hq D"], partials: Partials, merge: Merge) -> Float[Array, "T Hq D"]:
-    """x with the merged results of the cut tokens in place."""
-    last = merge.num_partials - 1
+def merge_xla(x: Float[Array, "T Hq D"], partials: Sequence[Partials | None], merge: Merge) -> Float[Array, "T Hq D"]:
+    """x with the merged results of the cut tokens in place. partials: of each list, None where it cuts none."""
 
-    def body(i, carry):
+    def body(i, carry, part, first, count):
         peak, total, acc = carry
-        at = jnp.minimum(merge.first + i, last)
-        there = (i < merge.count)[:, None]
-        lse = jnp.where(there, partials.lse[at], -jnp.inf)
-        value = jnp.where((lse > -jnp.inf)[..., None], partials.value[at], 0)
+        at = jnp.minimum(first + i, part.lse.shape[0] - 1)
+        there = (i < count)[:, None]
+        lse = jnp.where(there, part.lse[at], -jnp.inf)
+        value = jnp.where((lse > -jnp.inf)[..., None], part.value[at], 0)
         new_peak = jnp.maximum(peak, lse)
         shift = jnp.where(new_peak > -jnp.inf, new_peak, 0)  # -inf - -inf is NaN
         fade, weight = jnp.exp2(peak - shift), jnp.exp2(lse - shift)
         return new_peak, total * fade + weight, acc * fade[..., None] + value * weight[..., None]
 
     blank = jnp.zeros((merge.token.shape[0], x.shape[1]), jnp.float32)
-    start = (blank - jnp.inf, blank, jnp.zeros(blank.shape + x.shape[2:], jnp.float32))
-    _, total, acc = lax.fori_loop(0, merge.count.max(initial=0), body, start)
+    carry = (blank - jnp.inf, blank, jnp.zeros(blank.shape + x.shape[2:], jnp.float32))
+    for part, first, count in zip(partials, merge.first, merge.count, strict=True):
+        if part is not None:
+            of_list = functools.partial(body, part=part, first=first, count=count)
+            carry = lax.fori_loop(0, count.max(initial=0), of_list, carry)
+    _, total, acc = carry
     value = acc / jnp.where(total > 0, total, 1)[..., None]
-    token = jnp.where(merge.count > 0, merge.token, x.shape[0])
+    token = jnp.where(merge.count.sum(axis=0) > 0, merge.token, x.shape[0])
     return x.at[token].set(value.astype(x.dtype), mode="drop")
 
 
 def merge_pallas(
-    x: Float[Array, "T Hq D"], partials: Partials, merge: Merge, *, interpret: bool = False
+    x: Float[Array, "T Hq D"], partials: Sequence[Partials | None], merge: Merge, *, interpret: bool = False
 ) -> Float[Array, "T Hq D"]:
     """The same as a kernel; the result takes the place of x, in the same memory."""
     # Few tokens: short programs fill the device. Many: every program costs, and most may find nothing to do.
@@ -52,15 +56,14 @@ def merge_pallas(
         num_stages=1,
         interpret=interpret,
         name="merge",
-    )(x, partials.value, partials.lse, merge.token, merge.first, merge.count)
+    )(x, [part and (part.value, part.lse) for part in partials], merge.token, merge.first, merge.count)
 
 
 def _kernel(
     x_ref,  # [T, Hq, D], only its memory
-    value_ref,  # [C, Hq, D]
-    lse_ref,  # [C, Hq]
+    partials,  # of each list, if it cuts any, [C, Hq, D] and [C, Hq]
     token_ref,  # [M]
-    first_ref,
+    first_ref,  # [L, M]
     count_ref,
     out_ref,  # [T, Hq, D]
     *,
@@ -69,12 +72,11 @@ def _kernel(
     """One program for a (cut token, so many of its heads)."""
     num_tokens, num_heads, head_dim = x_ref.shape
     i = pl.program_id(0)
-    token, first, count = token_ref[i], first_ref[i], count_ref[i]
     lanes = pl.next_power_of_2(head_dim)
     head = pl.program_id(1) * heads + lax.iota(jnp.int32, heads)
     lane = lax.iota(jnp.int32, lanes)
 
-    def body(j, carry):
+    def body(j, carry, value_ref, lse_ref, first, count):
         peak, total, acc = carry
         step = j * STEP + lax.iota(jnp.int32, STEP)
         flat = (STEP, heads)
@@ -102,10 +104,17 @@ def _kernel(
 
     blank = jnp.zeros((heads,), jnp.float32)
     carry = blank - jnp.inf, blank, jnp.zeros((heads, lanes), jnp.float32)
-    _, total, acc = lax.fori_loop(0, pl.cdiv(count, STEP), body, carry)
+    seen = 0
+    for number, refs in enumerate(partials):
+        if refs is not None:
+            first, count = first_ref[number, i], count_ref[number, i]
+            of_list = functools.partial(body, value_ref=refs[0], lse_ref=refs[1], first=first, count=count)
+            carry = lax.fori_loop(0, pl.cdiv(count, STEP), of_list, carry)
+            seen += count
+    _, total, acc = carry
     value = acc / jnp.where(total > 0, total, 1.0)[:, None]
     shape = (heads, lanes)
-    token = jnp.where(count > 0, token, num_tokens)
+    token = jnp.where(seen > 0, token_ref[i], num_tokens)
     mask = (head < num_heads)[:, None] & (lane < head_dim)[None, :] & (token < num_tokens)
     at = jnp.broadcast_to(token, shape), jnp.broadcast_to(head[:, None], shape), jnp.broadcast_to(lane[None, :], shape)
     triton.store(out_ref.at[at], value.astype(out_ref.dtype), mask=mask)

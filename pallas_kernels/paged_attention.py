@@ -15,7 +15,7 @@ from pallas_kernels.hopper_attention import HopperConfig
 from pallas_kernels.merge import merge_pallas, merge_xla
 from pallas_kernels.scoring import Scoring
 from pallas_kernels.tile_attention import Config, default_config
-from pallas_kernels.tiles import Merge, Partials, Tiles
+from pallas_kernels.tiles import Merge, Tiles
 
 Implementation = Literal["xla", "pallas", "pallas_hopper", "pallas_interpret"]
 
@@ -37,11 +37,11 @@ def paged_attention(
     implementation: Implementation | None = None,
     configs: Sequence[Config | HopperConfig | None] | None = None,
 ) -> Float[Array, "T Hq D"]:
-    """Attention of the query tokens in the tiles; tokens in no tile keep their q.
+    """Attention of the query tokens in the tiles; tokens in no tile keep their q, or beside a list with `only_cut` are
+    zero.
 
-    Position p of row b of the page table lies in slot `page_table[b, p // page_size] * page_size + p % page_size`. The
-    lists are run one after the other. With Pallas the result takes the place of q, in the same memory, where q has no
-    other reader.
+    Position p of row b of the page table lies in slot `page_table[b, p // page_size] * page_size + p % page_size`. With
+    Pallas the result takes the place of q, in the same memory, where q has no other reader.
 
     Args:
         scale: of the scores; 1 / sqrt(D) unless given. softcap, window, alibi_slopes: see Scoring.
@@ -56,46 +56,35 @@ def paged_attention(
     implementation = _choose(implementation, q, k_slots)
     scoring = Scoring(1 / math.sqrt(q.shape[-1]) if scale is None else scale, softcap, window, alibi_slopes)
     _check_scoring(scoring, q)
-    num_partials = merge.num_partials if merge is not None else 0
-    x, partials = q, None
-    if implementation == "xla":
-        if merge is not None:
-            shape = (num_partials, *q.shape[1:])
-            partials = Partials(jnp.zeros(shape, jnp.float32), jnp.full(shape[:-1], -jnp.inf, jnp.float32))
-        for tiles in tile_lists:
-            if tiles.token.shape[0] == 0:
-                continue
-            x, partials = xla.tile_attention(
-                x, partials, tiles, positions, page_table, k_slots, v_slots, page_size=page_size, scoring=scoring
-            )
-        return x if merge is None else merge_xla(x, partials, merge)
-
     interpret = implementation == "pallas_interpret"
     group = q.shape[1] // k_slots.shape[1]
-    for tiles, config in zip(tile_lists, configs or [None] * len(tile_lists), strict=True):
+    # A list of cut tokens alone leaves q to the others and does not wait for them; else results take the place of q.
+    beside = any(tiles.only_cut for tiles in tile_lists)
+    x, partials = jnp.zeros_like(q) if beside else q, [None] * len(tile_lists)
+    for i in sorted(range(len(tile_lists)), key=lambda i: not tile_lists[i].only_cut):
+        tiles, config = tile_lists[i], configs[i] if configs else None
         num_tiles, rows = tiles.token.shape
         if num_tiles == 0:
             continue
-        if config is None:
-            suits = hopper.refusal(rows, group, q.shape[2], q.dtype, page_size, scoring) is None
-            on_hopper = suits and implementation == "pallas_hopper"
-            config = HopperConfig() if on_hopper else default_config(rows, group, q.shape[2], q.dtype)
-        run = hopper if isinstance(config, HopperConfig) else pallas
-        x, partials = run.tile_attention(
-            x,
-            partials,
-            tiles,
-            positions,
-            page_table,
-            k_slots,
-            v_slots,
-            num_partials=num_partials,
-            page_size=page_size,
-            scoring=scoring,
-            config=config,
-            interpret=interpret,
-        )
-    return x if partials is None else merge_pallas(x, partials, merge, interpret=interpret)
+        arrays = (q if beside else x, None if tiles.only_cut else x, tiles, positions, page_table, k_slots, v_slots)
+        options = {"page_size": page_size, "scoring": scoring}
+        if implementation == "xla":
+            out, partials[i] = xla.tile_attention(*arrays, **options)
+        else:
+            if config is None:
+                suits = not beside and hopper.refusal(rows, group, q.shape[2], q.dtype, page_size, scoring) is None
+                on_hopper = suits and implementation == "pallas_hopper"
+                config = HopperConfig() if on_hopper else default_config(rows, group, q.shape[2], q.dtype)
+            run = hopper if isinstance(config, HopperConfig) else pallas
+            out, partials[i] = run.tile_attention(*arrays, **options, config=config, interpret=interpret)
+        x = x if out is None else out
+    if merge is None:
+        return x
+    return (
+        merge_xla(x, partials, merge)
+        if implementation == "xla"
+        else merge_pallas(x, partials, merge, interpret=interpret)
+    )
 
 
 def default_implementation() -> Implementation:
@@ -180,7 +169,13 @@ def _check_tiles(tile_lists, merge, configs):
         raise ValueError(f"tile_lists {cut} have cut tokens (partial is not None), but merge is None")
     if merge is not None and not cut:
         raise ValueError("merge was given, but no tile list has cut tokens (partial is None everywhere)")
-    if merge is not None and merge.num_partials < 1:
-        raise ValueError(f"merge.num_partials must be positive, got {merge.num_partials}")
+    for i, tiles in enumerate(tile_lists):
+        if tiles.num_partials < (i in cut) or (tiles.only_cut and i not in cut):
+            raise ValueError(f"tile_lists[{i}] has cut tokens, but room for {tiles.num_partials} partials")
+    if merge is not None and not merge.first.shape == merge.count.shape == (len(tile_lists), *merge.token.shape):
+        raise ValueError(
+            f"merge.first and merge.count must be [L, M] = {(len(tile_lists), *merge.token.shape)}, "
+            f"got {merge.first.shape} and {merge.count.shape}"
+        )
     if configs is not None and len(configs) != len(tile_lists):
         raise ValueError(f"configs must have one entry for each of {len(tile_lists)} tile lists, got {len(configs)}")

@@ -39,59 +39,56 @@ def matrix_rows(rows: int, group: int) -> int:
 
 
 def tile_attention(
-    x: Float[Array, "T Hq D"],
-    partials: Partials | None,
+    q: Float[Array, "T Hq D"],
+    x: Float[Array, "T Hq D"] | None,
     tiles: Tiles,
     positions: Int[Array, "T"],
     page_table: Int[Array, "B P"],
     k_slots: Float[Array, "num_slots Hkv D"],
     v_slots: Float[Array, "num_slots Hkv D"],
     *,
-    num_partials: int,
     page_size: int,
     scoring: Scoring,
     config: Config,
     interpret: bool = False,
-) -> tuple[Float[Array, "T Hq D"], Partials | None]:
-    """Runs the tiles of one list; the results take the place of x and of partials, in the same memory.
+) -> tuple[Float[Array, "T Hq D"] | None, Partials | None]:
+    """Runs the tiles of one list: x with the results of whole tokens in place, and the partials of cut ones.
 
-    A list with cut tokens that gets no partials (it is the first) makes them, uninitialised.
+    x may be q itself; it is None for a list with `only_cut`. Memory of no partial is uninitialised.
     """
-    _, num_heads, head_dim = x.shape
     num_kv_heads = k_slots.shape[1]
-    kernel = functools.partial(_kernel, num_partials=num_partials, page_size=page_size, block_kv=config.block_kv)
-    out_shape = [jax.ShapeDtypeStruct(x.shape, x.dtype)]
-    aliases = {0: 0}
-    if partials is not None:
-        aliases |= {1: 1, 2: 2}
-    if partials is not None or tiles.partial is not None:
-        out_shape.append(jax.ShapeDtypeStruct((num_partials, num_heads, head_dim), jnp.float32))
-        out_shape.append(jax.ShapeDtypeStruct((num_partials, num_heads), jnp.float32))
-    earlier = [] if partials is None else [partials.value, partials.lse]
+    kernel = functools.partial(_kernel, tiles=tiles, page_size=page_size, block_kv=config.block_kv)
+    out_shape = [] if x is None else [jax.ShapeDtypeStruct(x.shape, x.dtype)]
+    if tiles.partial is not None:
+        shape = (tiles.num_partials, *q.shape[1:])
+        out_shape += [jax.ShapeDtypeStruct(s, jnp.float32) for s in (shape, shape[:-1])]
+    base = None if x is None or x is q else x  # what the results are put into, if that is not q
+    names = ("token", "row", "start", "end", "partial")
     outputs = triton.launch(
         kernel,
         out_shape=out_shape,
         grid=(num_kv_heads, tiles.token.shape[0]),  # heads of one tile together: their K and V lie side by side
-        aliases=aliases,
+        aliases={} if x is None else {0 if x is q else 1: 0},
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         interpret=interpret,
         name=f"tile_attention_{tiles.token.shape[1]}",
-    )(x, earlier, vars(tiles), positions, page_table, k_slots, v_slots, scoring)
-    return outputs[0], Partials(*outputs[1:]) if len(outputs) > 1 else None
+    )(q, base, {name: getattr(tiles, name) for name in names}, positions, page_table, k_slots, v_slots, scoring)
+    x, *partials = outputs if x is not None else (None, *outputs)
+    return x, Partials(*partials) if partials else None
 
 
 def _kernel(
-    x_ref,  # [T, Hq, D]
-    earlier_refs,  # partials of earlier lists: the memory of partial_refs
-    tile,  # the fields of Tiles
+    q_ref,  # [T, Hq, D]
+    base_ref,  # None, or the memory of the results
+    tile,  # the arrays of Tiles
     positions_ref,  # [T]
     page_table_ref,  # [B, P]
     k_ref,  # [num_slots, Hkv, D]
     v_ref,
     scoring,
-    *out_refs,  # [T, Hq, D], and where there are partials [C, Hq, D] and [C, Hq]; the first in the memory of x_ref
-    num_partials: int,
+    *out_refs,  # [T, Hq, D] but for lists of cut tokens alone; where tokens are cut [C, Hq, D] and [C, Hq]
+    tiles: Tiles,
     page_size: int,
     block_kv: int,
 ):
@@ -100,10 +97,11 @@ def _kernel(
 
     Matrix row i is query token i // G under query head i % G of the KV head.
     """
-    del earlier_refs
+    del base_ref
+    num_partials = tiles.num_partials
     num_tiles, rows = tile["token"].shape
     kv_head, n = pl.program_id(0), num_tiles - 1 - pl.program_id(1)
-    num_tokens, num_heads, head_dim = x_ref.shape
+    num_tokens, num_heads, head_dim = q_ref.shape
     group = num_heads // k_ref.shape[1]
     start, end = tile["start"][n], tile["end"][n]
     table_row = tile["row"][n]
@@ -115,7 +113,7 @@ def _kernel(
     position = triton.load(positions_ref.at[token], mask=real, other=-1)
     head = kv_head * group + index % group
     lane = lax.iota(jnp.int32, max(16, pl.next_power_of_2(head_dim)))
-    q = _load_rows(x_ref, (token, head), lane, real)
+    q = _load_rows(q_ref, (token, head), lane, real)
     slope = None
     if scoring.alibi_slopes is not None:
         slope = triton.load(scoring.alibi_slopes.at[head], mask=real, other=0.0)[:, None]
@@ -156,10 +154,11 @@ def _kernel(
             cut = real & (partial < num_partials)
             real &= partial >= num_partials
             partial = jnp.where(cut, partial, num_partials)
-            _store_rows(out_refs[1], (partial, head), lane, value, cut)
+            _store_rows(out_refs[-2], (partial, head), lane, value, cut)
             lse = jnp.where(seen, peak * unit + jnp.log2(total), -jnp.inf)
-            triton.store(out_refs[2].at[partial, head], lse, mask=cut)
-        _store_rows(out_refs[0], (jnp.where(real, token, num_tokens), head), lane, value, real)
+            triton.store(out_refs[-1].at[partial, head], lse, mask=cut)
+        if not tiles.only_cut:
+            _store_rows(out_refs[0], (jnp.where(real, token, num_tokens), head), lane, value, real)
 
 
 def _load_rows(ref, at, lane, mask=None):

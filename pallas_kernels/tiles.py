@@ -16,8 +16,10 @@ class Tiles:
     token: row of q of each query token. T (one past the end) is padding.
     row: row of the page table to read through.
     start, end: the range of positions `[start, end)`. `[0, 0)` is an empty tile: nothing is read, nothing written.
-    partial: where the partial result of a cut token goes; `Merge.num_partials` says that the token is not cut, so that
-        its result goes straight to the token. None: no token of this list is cut.
+    partial: where, among this list's partial results, that of a cut token goes; `num_partials` says that the token is not
+        cut, so that its result goes straight to the token. None: no token of this list is cut.
+    num_partials: C, the list's room for partial results.
+    only_cut: every token of this list is cut: it may run beside the next list, whose results it does not touch.
     """
 
     token: Int[Array, "N R"]
@@ -25,22 +27,22 @@ class Tiles:
     start: Int[Array, "N"]
     end: Int[Array, "N"]
     partial: Int[Array, "N R"] | None = None
+    num_partials: int = dataclasses.field(default=0, metadata={"static": True})
+    only_cut: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Merge:
-    """Tokens whose range was cut, and where their partial results lie: consecutive, in the order of positions.
+    """Tokens whose range was cut, and where their partial results lie: in each list consecutive, in position order.
 
     token: row of q. T is padding.
-    first, count: the token's partials are `[first, first + count)`; count 0 is padding.
-    num_partials: C, the room for partials.
+    first, count: the token's partials in each of the L lists are `[first, first + count)`. No count at all is padding.
     """
 
     token: Int[Array, "M"]
-    first: Int[Array, "M"]
-    count: Int[Array, "M"]
-    num_partials: int = dataclasses.field(metadata={"static": True})
+    first: Int[Array, "L M"]
+    count: Int[Array, "L M"]
 
 
 @jax.tree_util.register_dataclass

@@ -14,7 +14,7 @@ from pallas_kernels.hopper_attention import HopperConfig
 from pallas_kernels.tile_attention import Config, default_config
 
 TABLE = Path(__file__).with_name("tuned.json")
-Kind = Literal["narrow", "own", "wide"]
+Kind = Literal["narrow", "own", "wide", "shared"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,20 +36,25 @@ def tuning(
     implementation: str,
     page_size: int = 16,
 ) -> Tuning:
-    """For tiles of one token ("narrow"), such behind a range that others read for them ("own"), or many ("wide").
+    """For tiles of one token ("narrow"), such behind a range that others read for them ("own"), or many ("wide"), or
+    many that run beside the narrow ones ("shared").
 
     group: query heads of a KV head. What the table does not have for the default device gets what was found to spill no
     registers.
     """
     dtype = jnp.dtype(dtype)
-    rows = wide_rows(implementation, group, dtype) if kind == "wide" else 1
-    if implementation == "pallas_hopper" and hopper.refusal(rows, group, head_dim, dtype, page_size) is None:
+    rows = wide_rows(implementation, group, dtype) if kind in ("wide", "shared") else 1
+    if (
+        kind == "wide"
+        and implementation == "pallas_hopper"
+        and hopper.refusal(rows, group, head_dim, dtype, page_size) is None
+    ):
         return Tuning(rows, HopperConfig(), programs=132)
     row = _table().get(device_kind(), {}).get(f"{kind}, G = {group}, D = {head_dim}, {dtype.name}")
     if row is not None:
         return Tuning(row["rows"], Config(row["block_kv"], row["num_warps"], row["num_stages"]), row["programs"])
     config = default_config(rows, group, head_dim, dtype)
-    return Tuning(rows, config, programs=264 if kind == "wide" else 528)
+    return Tuning(rows, config, programs=264 if rows > 1 else 528)
 
 
 def wide_rows(implementation: str, group: int, dtype: jax.typing.DTypeLike) -> int:

@@ -13,8 +13,8 @@ GROUP_QUERIES = 8  # tiles of one token that share a block step: more fall out o
 
 
 def tile_attention(
-    x: Float[Array, "T Hq D"],
-    partials: Partials | None,
+    q: Float[Array, "T Hq D"],
+    x: Float[Array, "T Hq D"] | None,
     tiles: Tiles,
     positions: Int[Array, "T"],
     page_table: Int[Array, "B P"],
@@ -23,8 +23,9 @@ def tile_attention(
     *,
     page_size: int,
     scoring: Scoring,
-) -> tuple[Float[Array, "T Hq D"], Partials | None]:
-    """Runs the tiles of one list; returns x and partials with their results in place.
+) -> tuple[Float[Array, "T Hq D"] | None, Partials | None]:
+    """Runs the tiles of one list: x with the results of whole tokens in place, and the partials of cut ones. x is None
+    for a list with `only_cut`.
 
     Temporaries are bounded by a group of tiles times BLOCK_KV positions. Tiles after the last with work cost nothing.
     """
@@ -36,9 +37,13 @@ def tile_attention(
     def run_group(i, carry):
         x, partials = carry
         part = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, i * size, size), padded)
-        value, lse = _attend_group(x, part, positions, page_table, k_slots, v_slots, page_size, scoring)
+        value, lse = _attend_group(q, part, positions, page_table, k_slots, v_slots, page_size, scoring)
         return _write(x, partials, part, value, lse)
 
+    partials = None
+    if tiles.partial is not None:
+        shape = (tiles.num_partials, *q.shape[1:])
+        partials = Partials(jnp.zeros(shape, jnp.float32), jnp.full(shape[:-1], -jnp.inf, jnp.float32))
     return lax.fori_loop(0, (used + size - 1) // size, run_group, (x, partials))
 
 
@@ -46,14 +51,14 @@ def _pad_to_multiple(a: Array, size: int) -> Array:
     return jnp.pad(a, [(0, -a.shape[0] % size)] + [(0, 0)] * (a.ndim - 1))  # range [0, 0): an empty tile
 
 
-def _attend_group(x, tiles, positions, page_table, k_slots, v_slots, page_size, scoring):
+def _attend_group(queries, tiles, positions, page_table, k_slots, v_slots, page_size, scoring):
     """Results [N, R, Hq, D] and log2 of the softmax sums [N, R, Hq] of a group of N tiles, in float32."""
     size, rows = tiles.token.shape
     _, num_kv_heads, head_dim = k_slots.shape
-    group = x.shape[1] // num_kv_heads
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    token = jnp.minimum(tiles.token, x.shape[0] - 1)
-    q = x[token].reshape(size, rows, num_kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4)
+    group = queries.shape[1] // num_kv_heads
+    precision = lax.Precision.HIGHEST if queries.dtype == jnp.float32 else None
+    token = jnp.minimum(tiles.token, queries.shape[0] - 1)
+    q = queries[token].reshape(size, rows, num_kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4)
     q = q.reshape(size, num_kv_heads, rows * group, head_dim)
     q_position = jnp.repeat(positions[token], group, axis=1)[:, None, :, None]  # [N, 1, R*G, 1]
     slope = None
@@ -107,16 +112,14 @@ def _gather_pages(slots: Array, page_id: Int[Array, "N P"], page_size: int) -> F
 
 def _write(x, partials, tiles, value, lse):
     """Results of whole tokens into x, of cut tokens into partials; indices past the end are dropped."""
-    num_tokens = x.shape[0]
-    real = (tiles.start < tiles.end)[:, None] & (tiles.token < num_tokens)
-    if tiles.partial is None:
-        return x.at[jnp.where(real, tiles.token, num_tokens)].set(value.astype(x.dtype), mode="drop"), partials
-    num_partials = partials.lse.shape[0]
-    whole = real & (tiles.partial >= num_partials)
-    x = x.at[jnp.where(whole, tiles.token, num_tokens)].set(value.astype(x.dtype), mode="drop")
-    at = jnp.where(real & ~whole, tiles.partial, num_partials)
-    partials = Partials(
-        value=partials.value.at[at].set(value, mode="drop"),
-        lse=partials.lse.at[at].set(lse, mode="drop"),
-    )
+    whole = (tiles.start < tiles.end)[:, None] & jnp.ones(tiles.token.shape, bool)
+    if tiles.partial is not None:
+        at = jnp.where(whole, tiles.partial, tiles.num_partials)
+        partials = Partials(
+            value=partials.value.at[at].set(value, mode="drop"),
+            lse=partials.lse.at[at].set(lse, mode="drop"),
+        )
+        whole &= tiles.partial >= tiles.num_partials
+    if x is not None:
+        x = x.at[jnp.where(whole, tiles.token, x.shape[0])].set(value.astype(x.dtype), mode="drop")
     return x, partials

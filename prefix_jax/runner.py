@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Int
 from tqdm import tqdm
 
-from pallas_kernels import HopperConfig, Merge, Tiles, Tuning, paged_attention, tuning
+from pallas_kernels import Merge, Tiles, Tuning, paged_attention, tuning
 from prefix_jax import kv_store
 from prefix_jax.forest import Costs
 from prefix_jax.models.llama import KVStore, Llama, LlamaConfig
@@ -24,7 +24,7 @@ from prefix_jax.scheduler import StepPlan
 from prefix_jax.step_batch import Batcher, Bucket, StepBatch, Tiling, make_buckets
 
 COPY_GROUP = 16  # page copies in one launch
-TILE_KINDS = {"decode": ("narrow",), "shared": ("own", "wide"), "mixed": ("narrow", "wide")}  # by kind of bucket
+TILE_KINDS = {"decode": ("narrow",), "shared": ("own", "shared"), "mixed": ("narrow", "wide")}  # by kind of bucket
 CHANGE_GROUP = 4096  # page table changes in one launch, before the step
 
 
@@ -41,9 +41,11 @@ def make_batcher(
 ) -> Batcher:
     """Buckets and tiles that suit the model and the implementation of attention."""
     on_gpu = attention in ("pallas", "pallas_hopper")
-    narrow, wide = (tile_tuning(kind, config, dtype, attention, page_size) for kind in ("narrow", "wide"))
-    programs = (narrow.programs, wide.programs) if attention.startswith("pallas") else ()
-    costs = shared_costs(config, dtype, wide) if forest or (forest is None and on_gpu) else None
+    narrow, wide, shared = (
+        tile_tuning(kind, config, dtype, attention, page_size) for kind in ("narrow", "wide", "shared")
+    )
+    programs = (narrow.programs, wide.programs, shared.programs) if attention.startswith("pallas") else ()
+    costs = shared_costs(config, dtype, wide.rows) if forest or (forest is None and on_gpu) else None
     tiling = Tiling(wide.rows, *programs, costs=costs)
     # A CPU compiles slowly and minds padding less between buckets, but its smallest step should be small.
     sizes = {"step": 2, "smallest": 64} if on_gpu else {"step": 8, "smallest": 16}
@@ -55,14 +57,13 @@ def tile_tuning(kind: str, config: LlamaConfig, dtype: Any, attention: str, page
     return tuning(kind, config.group_size, config.head_dim, dtype, implementation=attention, page_size=page_size)
 
 
-def shared_costs(config: LlamaConfig, dtype: Any, wide: Tuning) -> Costs:
+def shared_costs(config: LlamaConfig, dtype: Any, wide_rows: int) -> Costs:
     """Measured on an H200 with 4 KiB of K and V a position. A narrow tile takes 0.58 ns of the whole device for one,
     from the second-level cache if others read it too; a wide one, bound by its products, 1.5 ns and 0.12 µs besides its
-    positions, or 1.05 and 0.3 with the kernel for Hopper. A partial result is 2 G times as large as a position, and
-    three launches a layer instead of one take 6 µs more."""
-    per_position, per_tile = (1.8, 500.0) if isinstance(wide.config, HopperConfig) else (2.6, 200.0)
+    positions. A partial result is 2 G times as large as a position, and three launches a layer instead of one take 6 µs
+    more."""
     position_bytes = 2 * config.num_kv_heads * config.head_dim * jnp.dtype(dtype).itemsize
-    return Costs(wide.rows, per_position, per_tile, partial=2.8 * config.group_size, launch=42e6 / position_bytes)
+    return Costs(wide_rows, 2.6, tile=200.0, partial=2.8 * config.group_size, launch=42e6 / position_bytes)
 
 
 class Runner:
@@ -121,13 +122,18 @@ class Runner:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def lower(self, bucket: Bucket, num_pages: int, platforms: tuple[str, ...] | None = None) -> Any:
-        """The step of one bucket over a store of `num_pages`, lowered but not compiled; None: for this device."""
-        store = jax.eval_shape(
-            functools.partial(kv_store.make_kv_store, self.config, num_pages, self.page_size, self.dtype)
+    def lower(
+        self, bucket: Bucket, num_pages: int, platforms: tuple[str, ...] | None = None, sharding: Any = None
+    ) -> Any:
+        """The step of one bucket over a store of `num_pages`, lowered but not compiled; for this device, or platforms,
+        or the device of a sharding."""
+        make_store = functools.partial(kv_store.make_kv_store, self.config, num_pages, self.page_size, self.dtype)
+        params, store = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
+            (self.params, jax.eval_shape(make_store)),
         )
         rows = self.batcher.max_num_seqs + 1
-        int32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+        int32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32, sharding=sharding)
         step_of_bucket = functools.partial(
             step,
             graph=self.graph,
@@ -142,7 +148,7 @@ class Runner:
         )
         jitted = jax.jit(step_of_bucket, donate_argnames=("store", "page_table"))
         traced = jitted.trace(
-            self.params, store, int32((rows, self.batcher.max_pages)), int32((rows,)), int32((bucket.packed_len,))
+            params, store, int32((rows, self.batcher.max_pages)), int32((rows,)), int32((bucket.packed_len,))
         )
         return traced.lower(lowering_platforms=platforms)
 
@@ -244,15 +250,19 @@ def change_pages(
 
 def batch_tiles(batch: dict[str, Array], bucket: Bucket) -> list[Tiles]:
     """The tile lists in an unpacked batch."""
-    names = ("token", "row", "start", "end") + (("partial",) if bucket.num_partials else ())
-    kinds = ("narrow", "wide")[: len(bucket.shapes)]
-    return [Tiles(*(batch[f"{kind}.{name}"] for name in names)) for kind in kinds]
+    lists = []
+    for kind, shape in zip(("narrow", "wide"), bucket.shapes, strict=False):
+        token, row, start, end, partial = (
+            batch[f"{kind}.{name}"] for name in ("token", "row", "start", "end", "partial")
+        )
+        only_cut = bucket.kind == "shared" and kind == "wide"
+        cut = {"partial": partial, "num_partials": shape.partials, "only_cut": only_cut} if shape.partials else {}
+        lists.append(Tiles(token, row, start, end, **cut))
+    return lists
 
 
 def batch_merge(batch: dict[str, Array], bucket: Bucket) -> Merge | None:
-    if not bucket.num_partials:
-        return None
-    return Merge(batch["merge.token"], batch["merge.first"], batch["merge.count"], bucket.num_partials)
+    return Merge(*(batch[f"merge.{name}"] for name in ("token", "first", "count"))) if bucket.merges else None
 
 
 def _sampling_rows(batch: dict[str, Array]) -> SamplingRows:

@@ -24,12 +24,14 @@ from prefix_jax.tile_plan import TilePlan, TileShape, tile_plan
 @dataclass(frozen=True)
 class Tiling:
     """What the attention implementation wants of a plan. wide_rows: query tokens in a wide tile. narrow_programs,
-    wide_programs: how many (tile, KV head) programs fill the device; with fewer, ranges are cut. 0: never cut. costs:
-    of tiles that read pages for several chunks; None: every chunk reads all of its own."""
+    wide_programs: how many (tile, KV head) programs fill the device; with fewer, ranges are cut. 0: never cut.
+    shared_programs: the same for wide tiles that run beside narrow ones. costs: of tiles that read pages for several
+    chunks; None: every chunk reads all of its own."""
 
     wide_rows: int
     narrow_programs: int = 0
     wide_programs: int = 0
+    shared_programs: int = 0
     max_splits: int = 32
     costs: Costs | None = None
 
@@ -42,20 +44,22 @@ class Bucket:
     """A padded shape that is compiled: up to `num_tokens` tokens, of which up to `num_samples` yield a token.
 
     kind: "decode" takes chunks of one token, "shared" these and tiles of pages that they share, "mixed" any chunks.
-    shapes: of the narrow tiles and, but for "decode", the wide ones. num_partials: partial results of cut ranges, of
-    which `shared_partials` are kept for shared pages.
+    shapes: of the narrow tiles and, but for "decode", the wide ones.
     """
 
     kind: str
     num_tokens: int
     num_samples: int
     shapes: tuple[TileShape, ...]
-    num_partials: int = 0
-    shared_partials: int = 0
 
     @property
     def name(self) -> str:
         return f"{self.kind}_{self.num_tokens}"
+
+    @property
+    def merges(self) -> bool:
+        """Whether a range may be cut."""
+        return any(shape.partials for shape in self.shapes)
 
     @cached_property
     def fields(self) -> dict[str, tuple[int, ...]]:
@@ -70,8 +74,9 @@ class Bucket:
         for kind, shape in zip(("narrow", "wide"), self.shapes, strict=False):
             fields |= {f"{kind}.{name}": (shape.tiles,) for name in ("row", "start", "end")}
             fields[f"{kind}.token"] = fields[f"{kind}.partial"] = (shape.tiles, shape.rows)
-        if self.num_partials:
-            fields |= dict.fromkeys(("merge.token", "merge.first", "merge.count"), (t,))
+        if self.merges:
+            fields["merge.token"] = (t,)
+            fields["merge.first"] = fields["merge.count"] = (len(self.shapes), t)
         return fields
 
     @cached_property
@@ -90,11 +95,11 @@ class Bucket:
         for kind, tiles in zip(("narrow", "wide"), plan.lists, strict=False):
             for name in ("token", "row", "start", "end", "partial"):
                 views[f"{kind}.{name}"][...] = getattr(tiles, name)
-        if self.num_partials:
+        if self.merges:
             views["merge.token"][:] = self.num_tokens
             for name in ("token", "first", "count"):
                 values = getattr(plan.merge, name)
-                views[f"merge.{name}"][: len(values)] = values
+                views[f"merge.{name}"][..., : values.shape[-1]] = values
 
 
 def make_buckets(
@@ -116,29 +121,28 @@ def make_buckets(
 
 
 def _make_bucket(kind: str, num_tokens: int, samples: int, num_kv_heads: int, tiling: Tiling) -> Bucket:
-    rows = tiling.wide_rows
+    rows, costs = tiling.wide_rows, tiling.costs if kind != "decode" else None
     splits = tiling.splits(tiling.narrow_programs, samples, num_kv_heads)
-    shapes = [TileShape(samples * splits, 1, splits)]
-    shared_tiles = shared_partials = 0
-    if kind != "decode" and tiling.costs:
-        fill = max(1, tiling.wide_programs // num_kv_heads)
+    shapes = [TileShape(samples * splits, 1, splits, partials=samples * splits if splits > 1 or costs else 0)]
+    shared = {}
+    if costs:
+        fill = max(1, (tiling.shared_programs if kind == "shared" else tiling.wide_programs) // num_kv_heads)
         # Empty tiles cost as well: room for some 320 programs in many small runs.
-        shared_tiles = max(fill, min(samples // 8, 320 // num_kv_heads)) + -(-num_tokens // rows)
-        shared_partials = num_tokens + max(8 * samples, 1024)
+        shared = {
+            "fill": fill,
+            "shared_tiles": max(fill, min(samples // 8, 320 // num_kv_heads)) + -(-num_tokens // rows),
+            "shared_partials": num_tokens + max(8 * samples, 1024),
+        }
     if kind == "shared":
-        shapes.append(TileShape(shared_tiles, rows, shared=shared_tiles, fill=fill))
+        shapes.append(TileShape(shared["shared_tiles"], rows, partials=shared["shared_partials"], **shared))
     if kind == "mixed":
         splits = tiling.splits(tiling.wide_programs, -(-num_tokens // rows), num_kv_heads)
         # A chunk fills whole tiles but for one; it has at least two tokens.
-        tiles = num_tokens // rows + min(num_tokens // 2, samples)
-        shapes.append(
-            TileShape(
-                tiles * splits + shared_tiles, rows, splits, shared=shared_tiles, fill=fill if shared_tiles else 1
-            )
-        )
-    splits = max(shape.splits for shape in shapes)
-    partials = num_tokens * splits if splits > 1 or shared_tiles else 0
-    return Bucket(kind, num_tokens, samples, tuple(shapes), partials + shared_partials, shared_partials)
+        tiles = (num_tokens // rows + min(num_tokens // 2, samples)) * splits + shared.get("shared_tiles", 0)
+        partials = num_tokens * splits if splits > 1 or costs else 0
+        partials += shared.get("shared_partials", 0)
+        shapes.append(TileShape(tiles, rows, splits, partials=partials, **shared))
+    return Bucket(kind, num_tokens, samples, tuple(shapes))
 
 
 def _sizes(smallest: int, largest: int, step: int) -> list[int]:
@@ -216,7 +220,6 @@ class Batcher:
             lengths,
             num_tokens=bucket.num_tokens,
             shapes=bucket.shapes,
-            num_partials=bucket.num_partials,
             runs=runs,
             page_size=self.page_size,
         )
@@ -242,8 +245,8 @@ class Batcher:
             lengths,
             page_size=self.page_size,
             costs=self.costs,
-            max_tiles=bucket.shapes[-1].shared,
-            max_partials=bucket.shared_partials,
+            max_tiles=bucket.shapes[-1].shared_tiles,
+            max_partials=bucket.shapes[-1].shared_partials,
         )
         if decode and sum(run.gain for run in self.runs) < self.costs.launch:
             self.runs = []

@@ -28,14 +28,19 @@ MIN_SHARED_RANGE = 256  # positions; below, a partial result costs more than a f
 @dataclass(frozen=True)
 class TileShape:
     """The capacity of one tile list: up to `tiles` tiles of `rows` query tokens, each range cut into at most `splits`
-    ranges of at least `min_range` positions; the last one may be shorter. shared: of the tiles, those kept for ranges
-    that chunks share; fill: tiles that fill the device, which such ranges are cut into."""
+    ranges of at least `min_range` positions; the last one may be shorter. partials: room for results of cut tokens.
+
+    shared_tiles, shared_partials: what of these is kept for ranges that chunks share. fill: tiles that fill the device,
+    which such ranges are cut into.
+    """
 
     tiles: int
     rows: int
     splits: int = 1
     min_range: int = 128
-    shared: int = 0
+    partials: int = 0
+    shared_tiles: int = 0
+    shared_partials: int = 0
     fill: int = 1
 
 
@@ -54,9 +59,9 @@ class TileList:
 class MergeList:
     """Arrays as pallas_kernels.Merge wants them: the tokens whose range was cut."""
 
-    token: IntN
-    first: IntN
-    count: IntN
+    token: Int[np.ndarray, " M"]
+    first: Int[np.ndarray, "L M"]
+    count: Int[np.ndarray, "L M"]
 
 
 @dataclass(frozen=True)
@@ -69,8 +74,8 @@ class TilePlan:
 
 @dataclass(frozen=True)
 class _Ranges:
-    """Tiles before they are numbered. token: query tokens and padding (-1). number: which of the token's ranges each is,
-    in the order of positions."""
+    """Tiles before they are numbered. token: query tokens and padding (-1). number: which of the token's ranges in this
+    list each is, in the order of positions."""
 
     token: Int[np.ndarray, "n R"]
     row: PerTile
@@ -86,7 +91,6 @@ def tile_plan(
     *,
     num_tokens: int,
     shapes: tuple[TileShape, ...],
-    num_partials: int,
     runs: Sequence[Run] = (),
     page_size: int = 1,
 ) -> TilePlan:
@@ -97,30 +101,28 @@ def tile_plan(
     runs: outer ones first, each before every one of its members' starts.
     """
     firsts = np.cumsum(lengths) - lengths
-    num_ranges = np.zeros(num_tokens, np.int64)  # of each token
+    num_ranges = np.zeros((len(shapes), num_tokens), np.int64)  # of each token in each list
     begins = np.zeros(len(rows), np.int64)
     for run in runs:
         begins[run.members] = run.last * page_size
     found: list[list[_Ranges]] = [[] for _ in shapes]
     if runs:
-        pieces = _pieces(runs, lengths, shapes, num_partials, page_size)
-        found[-1].append(_share(runs, pieces, rows, firsts, lengths, num_ranges, shapes[-1].rows, page_size))
-    is_shared = num_ranges > 0
+        pieces = _pieces(runs, lengths, shapes[-1], page_size)
+        found[-1].append(_share(runs, pieces, rows, firsts, lengths, num_ranges[-1], shapes[-1].rows, page_size))
     narrow = lengths == 1 if len(shapes) > 1 else np.ones(len(lengths), bool)
-    for shape, ranges, chosen in zip(shapes, found, (narrow, ~narrow), strict=False):
+    for shape, ranges, counts, chosen in zip(shapes, found, num_ranges, (narrow, ~narrow), strict=False):
         tiles = _cut_chunks(*(x[chosen] for x in (rows, begins, starts, lengths, firsts)), shape.rows)
-        ranges.append(_cut_ranges(*tiles, num_ranges, shape))
+        ranges.append(_cut_ranges(*tiles, counts, shape))
 
-    is_cut = is_shared | (num_ranges > 1)
-    counts = np.where(is_cut, num_ranges, 0)
-    base = np.cumsum(counts) - counts
-    assert counts.sum() <= num_partials, f"{counts.sum()} partial results, room for {num_partials}"
-    base[~is_cut] = num_partials
+    cut = np.flatnonzero(num_ranges.sum(axis=0) > 1)
+    counts = np.zeros_like(num_ranges)
+    counts[:, cut] = num_ranges[:, cut]
+    bases = np.cumsum(counts, axis=1) - counts
     lists = tuple(
-        _lay_out(ranges, base, num_tokens, num_partials, shape) for ranges, shape in zip(found, shapes, strict=True)
+        _lay_out(ranges, np.where(count > 0, base, shape.partials), num_tokens, int(count.sum()), shape)
+        for ranges, base, count, shape in zip(found, bases, counts, shapes, strict=True)
     )
-    cut = np.flatnonzero(is_cut)
-    return TilePlan(lists, MergeList(cut, base[cut], counts[cut]))
+    return TilePlan(lists, MergeList(cut, bases[:, cut], counts[:, cut]))
 
 
 def _within(counts: PerTile) -> Int[np.ndarray, " total"]:
@@ -133,19 +135,15 @@ def _tokens(firsts: PerTile, lengths: PerTile) -> Int[np.ndarray, " tokens"]:
     return np.repeat(firsts, lengths) + _within(lengths)
 
 
-def _pieces(
-    runs: Sequence[Run], lengths: PerChunk, shapes: Sequence[TileShape], num_partials: int, page_size: int
-) -> Int[np.ndarray, " runs"]:
+def _pieces(runs: Sequence[Run], lengths: PerChunk, wide: TileShape, page_size: int) -> Int[np.ndarray, " runs"]:
     """Into how many ranges each run is cut: as many as fill the device once, if they and their results fit."""
     tokens = np.array([lengths[run.members].sum() for run in runs])
     size = np.array([run.last - run.first for run in runs]) * page_size
-    wide = shapes[-1]
     tiles = -(-tokens // wide.rows)
     longest = max(MIN_SHARED_RANGE, page_size, int(tiles @ size) // wide.fill)
-    room = num_partials - int(lengths.sum()) * max(shape.splits for shape in shapes)
     while True:
         pieces = np.maximum(1, size // longest)
-        if pieces.max() == 1 or (pieces @ tokens <= room and pieces @ tiles <= wide.shared):
+        if pieces.max() == 1 or (pieces @ tokens <= wide.shared_partials and pieces @ tiles <= wide.shared_tiles):
             return pieces
         longest *= 2
 
@@ -220,20 +218,21 @@ def _cut_ranges(
 
 
 def _lay_out(
-    ranges: list[_Ranges], base: Int[np.ndarray, " T"], num_tokens: int, num_partials: int, shape: TileShape
+    ranges: list[_Ranges], base: Int[np.ndarray, " T"], num_tokens: int, num_cut: int, shape: TileShape
 ) -> TileList:
     """The tiles in the capacity of their list, the longest last, where the kernels begin, filled up with empty ones.
-    base: each token's first partial result."""
+    base: each token's first partial result in this list, of num_cut."""
     names = ("token", "number", "row", "start", "end")
     tokens, number, row, start, end = (np.concatenate([getattr(part, name) for part in ranges]) for name in names)
     assert len(row) <= shape.tiles, f"{len(row)} tiles, room for {shape.tiles}"
+    assert num_cut <= shape.partials, f"{num_cut} partial results, room for {shape.partials}"
     order = np.argsort(end - start, kind="stable") if shape.rows > 1 else slice(None)
     is_real = tokens[order] >= 0
     token = np.full((shape.tiles, shape.rows), num_tokens, np.int32)
-    partial = np.full((shape.tiles, shape.rows), num_partials, np.int32)
+    partial = np.full((shape.tiles, shape.rows), shape.partials, np.int32)
     token[: len(row)] = np.where(is_real, tokens[order], num_tokens)
-    numbered = np.minimum(base[tokens[order]] + number[order], num_partials)
-    partial[: len(row)] = np.where(is_real, numbered, num_partials)
+    numbered = np.minimum(base[tokens[order]] + number[order], shape.partials)
+    partial[: len(row)] = np.where(is_real, numbered, shape.partials)
     columns = np.zeros((3, shape.tiles), np.int32)
     columns[:, : len(row)] = row[order], start[order], end[order]
     return TileList(token, *columns, partial)

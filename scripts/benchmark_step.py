@@ -218,14 +218,15 @@ def start_engine(model: str, dtype: str, **options) -> LLM:
 
 def measure(args) -> tuple[list[Figure], dict[str, float]]:
     """All that one process can measure: it starts with an empty compilation cache."""
+    ceilings = measure_ceilings(args.product)  # before the engine takes the memory
+    measured = time.time()
     llm = start_engine(args.model, args.dtype)
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1), use_tqdm=False)
-    what = "process start to first token, compilation cache empty"
+    what = "engine start to first token, compilation cache empty"
     rows = [
-        Figure(what, time.time() - args.measure, "s"),
+        Figure(what, time.time() - measured, "s"),
         Figure("executables of the step", len(llm.engine.runner.steps), "", must=24),
     ]
-    ceilings = measure_ceilings(args.product)
     runner = llm.engine.runner
     decodes, single = decode_figures(args.model, runner, args.batch, args.context, ceilings, args)
     rows += decodes
@@ -268,7 +269,7 @@ def main() -> None:
     parser.add_argument("--product", type=int, default=8192, help="side of the matrices that measure the limits")
     parser.add_argument("--calls", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--measure", type=float, help=argparse.SUPPRESS)  # the time at which this process was started
+    parser.add_argument("--measure", action="store_true", help="print the figures of one process as JSON, no more")
     parser.add_argument("--first-token", action="store_true", help="only start an engine and ask it for one token")
     args = parser.parse_args()
     if args.first_token:
@@ -284,7 +285,7 @@ def main() -> None:
         run = functools.partial(
             subprocess.run, check=True, stdout=subprocess.PIPE, env=os.environ | {"JAX_COMPILATION_CACHE_DIR": cache}
         )
-        measured = run([sys.executable, __file__, *sys.argv[1:], "--measure", str(time.time())]).stdout
+        measured = run([sys.executable, __file__, *sys.argv[1:], "--measure"]).stdout
         rows, ceilings = json.loads(measured.splitlines()[-1])
         rows = [Figure(**row) for row in rows]
         started = time.time()

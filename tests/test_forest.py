@@ -89,10 +89,10 @@ def shared_plan(page_size, max_num_seqs, budget, num_pages, lengths, tiling, see
 def plan_of(bucket: Bucket, costs: Costs, rows, starts, lengths, table, page_size) -> tuple[TilePlan, list]:
     runs = choose_runs(
         table[rows], starts // page_size, lengths, page_size=page_size, costs=costs,
-        max_tiles=bucket.shapes[-1].shared, max_partials=bucket.shared_partials,
+        max_tiles=bucket.shapes[-1].shared_tiles, max_partials=bucket.shapes[-1].shared_partials,
     )  # fmt: skip
     plan = tile_plan(
-        rows, starts, lengths, num_tokens=bucket.num_tokens, shapes=bucket.shapes, num_partials=bucket.num_partials,
+        rows, starts, lengths, num_tokens=bucket.num_tokens, shapes=bucket.shapes,
         runs=runs, page_size=page_size,
     )  # fmt: skip
     return plan, runs
@@ -107,32 +107,39 @@ def test_every_token_reads_each_of_its_positions_once_through_pages_of_its_own(d
     row_of = np.repeat(rows, lengths)
     position = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])
     reads = np.zeros((len(position), table.shape[1] * page_size), int)
-    ranges: list[list[tuple[int, int, int]]] = [[] for _ in position]
-    for tiles in plan.lists:
-        for token, row, start, end, partial in zip(*(getattr(tiles, f.name) for f in dataclasses.fields(tiles))):  # noqa: B905
-            for t, p in zip(token, partial, strict=True):
+    ranges: list[list[tuple[int, ...]]] = [[] for _ in position]  # of each token: start, end, list, partial
+    for number, (tiles, shape) in enumerate(zip(plan.lists, bucket.shapes, strict=True)):
+        fields = (tiles.token, tiles.row, tiles.start, tiles.end, tiles.partial)
+        for tokens, row, start, end, partials in zip(*fields, strict=True):
+            for t, p in zip(tokens, partials, strict=True):
                 if t == bucket.num_tokens:
+                    assert p == shape.partials
                     continue
                 reads[t, start:end] += 1
                 columns = np.arange(start, end) // page_size
                 assert (table[row, columns] == table[row_of[t], columns]).all()
-                ranges[t].append((int(start), int(end), int(p)))
+                ranges[t].append((int(start), int(end), number, int(p) if p < shape.partials else -1))
     for t, p in enumerate(position):
         assert (reads[t, : p + 1] == 1).all()
         assert not reads[t, starts[np.searchsorted(np.cumsum(lengths), t, "right")] + lengths.max() :].any()
-    merged = {
-        int(t): (int(f), int(n)) for t, f, n in zip(plan.merge.token, plan.merge.first, plan.merge.count, strict=True)
-    }
+    merged = {}
+    for i, t in enumerate(plan.merge.token.tolist()):
+        counts = zip(plan.merge.first[:, i].tolist(), plan.merge.count[:, i].tolist(), strict=True)
+        merged[t] = {(number, p) for number, (first, n) in enumerate(counts) for p in range(first, first + n)}
     for t, parts in enumerate(ranges):
         parts.sort()
-        assert all(start % RANGE_STEP == 0 or start % page_size == 0 for start, _, _ in parts)
+        assert all(start % RANGE_STEP == 0 or start % page_size == 0 for start, *_ in parts)
         if len(parts) == 1:
-            assert parts[0][2] == bucket.num_partials and t not in merged
+            assert parts[0][3] == -1 and t not in merged
         else:
-            first, count = merged[t]
-            assert [p for _, _, p in parts] == list(range(first, first + count)), "in the order of positions"
-    used = sorted(p for parts in ranges for _, _, p in parts if p < bucket.num_partials)
-    assert used == sorted(set(used))
+            assert {part[2:] for part in parts} == merged[t]
+            for number in (0, 1):
+                in_list = [p for _, _, n, p in parts if n == number]
+                assert in_list == sorted(in_list), "in the order of positions"
+    used = [part[2:] for parts in ranges for part in parts if part[3] >= 0]
+    assert len(used) == len(set(used))
+    if bucket.kind == "shared":
+        assert all(part[3] >= 0 for parts in ranges for part in parts if part[2] == 1), "of cut tokens alone"
     for outer, inner in ((a, b) for i, a in enumerate(runs) for b in runs[i + 1 :]):
         both = set(outer.members) & set(inner.members)
         assert not both or (both == set(inner.members) and inner.first >= outer.last)
@@ -145,7 +152,11 @@ def test_with_nothing_shared_the_plan_is_the_plain_one(drawn):
     own = np.arange(table.size, dtype=np.int32).reshape(table.shape)
     plan, runs = plan_of(bucket, costs, rows, starts, lengths, own, page_size)
     plain = tile_plan(
-        rows, starts, lengths, num_tokens=bucket.num_tokens, shapes=bucket.shapes, num_partials=bucket.num_partials
+        rows,
+        starts,
+        lengths,
+        num_tokens=bucket.num_tokens,
+        shapes=bucket.shapes,
     )
     assert not runs
     for ours, theirs in zip([*plan.lists, plan.merge], [*plain.lists, plain.merge], strict=True):

@@ -15,7 +15,7 @@ from pallas_kernels.cases import CASES, build
 from pallas_kernels.merge import merge_pallas, merge_xla
 from pallas_kernels.reference import reference
 from pallas_kernels.tiles import Partials
-from pallas_kernels.tuning import wide_rows as tile_rows
+from pallas_kernels.tuning import wide_rows
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 CHECKED = [(case, "float32") for case in CASES] + [(case, "bfloat16") for case in CASES[::8]]
@@ -53,7 +53,8 @@ def test_equals_the_reference_and_itself(case, dtype, implementation):
     assert out.dtype == a.q.dtype
     tolerance = TOLERANCE[dtype]
     np.testing.assert_allclose(out[~a.idle].astype(np.float32), want[~a.idle], rtol=tolerance, atol=tolerance)
-    np.testing.assert_array_equal(out[a.idle], np.asarray(a.q)[a.idle], "tokens in no tile keep their q")
+    idle = np.asarray(a.q)[a.idle] * (not case.beside)
+    np.testing.assert_array_equal(out[a.idle], idle, "tokens in no tile keep their q, or are zero")
     np.testing.assert_array_equal(out, attend(*arguments(a)), "a second run gives the same bits")
 
 
@@ -107,9 +108,12 @@ def test_merge_takes_partials_in_order_and_leaves_the_rest_alone():
     for t, first, count in zip(token[:-1], firsts, counts, strict=False):
         weight = np.exp2(lse[first : first + count] - lse[first : first + count].max(axis=0)).astype(np.float64)
         want[t] = np.einsum("ch,chd->hd", weight / weight.sum(axis=0), value[first : first + count])
-    ints = (jnp.asarray(i, jnp.int32) for i in (token, firsts, counts))
-    merge = Merge(*ints, num_partials=len(lse))
-    partials = Partials(jnp.asarray(value), jnp.asarray(lse))
+    # The second list has the last partials of the tokens that have more than two; the third cuts none.
+    second = np.maximum(counts - 2, 0)
+    first = np.stack([firsts, firsts + counts - second, firsts])
+    merge = Merge(*(jnp.asarray(i, jnp.int32) for i in (token, first, np.stack([counts - second, second, 0 * counts]))))
+    part = Partials(jnp.asarray(value), jnp.asarray(lse))
+    partials = [part, part, None]
     for merged in (
         merge_xla(jnp.asarray(x), partials, merge),
         merge_pallas(jnp.asarray(x), partials, merge, interpret=True),
@@ -125,10 +129,9 @@ def test_tokens_that_see_nothing_give_zeros_not_nan():
         np.testing.assert_array_equal(out[~a.idle], 0)
 
 
-def test_tile_rows_fill_the_matrix_units():
-    assert [tile_rows("pallas", group, jnp.bfloat16) for group in (1, 3, 4, 8, 100, 200)] == [128, 32, 32, 16, 1, 1]
-    assert tile_rows("xla", 3, jnp.float32) == 64
-    assert tile_rows(None, 4, jnp.float32) == tile_rows(default_implementation(), 4, jnp.float32)
+def test_wide_rows_fill_the_matrix_units():
+    assert [wide_rows("pallas", group, jnp.bfloat16) for group in (1, 3, 4, 8, 100, 200)] == [128, 32, 32, 16, 1, 1]
+    assert wide_rows("xla", 3, jnp.float32) == 64
 
 
 def with_tiles(a, **fields):
@@ -153,7 +156,9 @@ REFUSED = {
     r"lists\[0\].token must be \[N, R\]": lambda a: with_tiles(a, token=a.tile_lists[0].row),
     r"lists \[0\] have cut tokens": lambda a: with_tiles(a, partial=a.tile_lists[0].token),
     r"one of .*'xla'.*, got 'triton'": lambda a: {"implementation": "triton"},
-    r"merge was given, but no tile list has cut": lambda a: {"merge": Merge(*[a.positions[:1]] * 3, num_partials=1)},
+    r"merge was given, but no tile list has cut": lambda a: {
+        "merge": Merge(a.positions[:1], *[a.positions[None, :1]] * 2)
+    },
     r"window must be a positive number, got 0": lambda a: {"window": 0},
     r"softcap must be a positive number, got inf": lambda a: {"softcap": float("inf")},
     r"scale must be a positive number, got -1": lambda a: {"scale": -1.0},

@@ -35,17 +35,16 @@ def bucket_for(buckets: list[Bucket], chunks) -> Bucket:
 
 def plan_of(bucket: Bucket, chunks) -> TilePlan:
     rows, starts, lengths = np.array(chunks, np.int64).reshape(-1, 3).T
-    return tile_plan(
-        rows, starts, lengths, num_tokens=bucket.num_tokens, shapes=bucket.shapes, num_partials=bucket.num_partials
-    )
+    return tile_plan(rows, starts, lengths, num_tokens=bucket.num_tokens, shapes=bucket.shapes)
 
 
-def tiles_of_tokens(plan: TilePlan, num_tokens: int) -> list[list[tuple[int, int, int, int]]]:
-    """For each token what reads it: (start, end, row, partial), in position order."""
+def tiles_of_tokens(plan: TilePlan, num_tokens: int, shapes) -> list[list[tuple[int, ...]]]:
+    """For each token what reads it: (start, end, row, partial, list), in position order; partial -1: none."""
     found = [[] for _ in range(num_tokens)]
-    for tiles in plan.lists:
+    for number, (tiles, shape) in enumerate(zip(plan.lists, shapes, strict=True)):
         for n, r in zip(*np.nonzero(tiles.token < num_tokens), strict=True):
-            what = tiles.start[n], tiles.end[n], tiles.row[n], tiles.partial[n, r]
+            partial = tiles.partial[n, r] if tiles.partial[n, r] < shape.partials else -1
+            what = tiles.start[n], tiles.end[n], tiles.row[n], partial, number
             found[tiles.token[n, r]].append(tuple(int(value) for value in what))
     return [sorted(reads) for reads in found]
 
@@ -55,7 +54,7 @@ def tiles_of_tokens(plan: TilePlan, num_tokens: int) -> list[list[tuple[int, int
 def test_every_position_is_read_once_by_every_token_that_may_see_it(drawn):
     bucket, chunks = bucket_for(make_buckets(*drawn[0]), drawn[1]), drawn[1]
     plan = plan_of(bucket, chunks)
-    reads = tiles_of_tokens(plan, bucket.num_tokens)
+    reads = tiles_of_tokens(plan, bucket.num_tokens, bucket.shapes)
     token = 0
     for row, start, length in chunks:
         for position in range(start, start + length):
@@ -63,8 +62,8 @@ def test_every_position_is_read_once_by_every_token_that_may_see_it(drawn):
             assert reads[token][0][0] == 0
             assert reads[token][-1][1] > position
             assert all(a[1] == b[0] for a, b in zip(reads[token], reads[token][1:], strict=False)), "no gap, no overlap"
-            assert all(begin < end for begin, end, _, _ in reads[token])
-            assert all(begin % RANGE_STEP == 0 for begin, _, _, _ in reads[token])
+            assert all(begin < end for begin, end, *_ in reads[token])
+            assert all(begin % RANGE_STEP == 0 for begin, *_ in reads[token])
             assert reads[token][-1][1] <= start + length, "nothing behind the chunk, which nobody may have written"
             token += 1
     assert not any(reads[token:]), "padding is read by nobody"
@@ -75,18 +74,18 @@ def test_every_position_is_read_once_by_every_token_that_may_see_it(drawn):
 def test_partial_results_of_a_token_follow_one_another_and_are_its_own(drawn):
     bucket, chunks = bucket_for(make_buckets(*drawn[0]), drawn[1]), drawn[1]
     plan = plan_of(bucket, chunks)
-    reads = tiles_of_tokens(plan, bucket.num_tokens)
-    merged = {
-        int(token): list(range(first, first + count))
-        for token, first, count in zip(plan.merge.token, plan.merge.first, plan.merge.count, strict=True)
-    }
-    cut = {token: [read[3] for read in tiles] for token, tiles in enumerate(reads) if len(tiles) > 1}
+    reads = tiles_of_tokens(plan, bucket.num_tokens, bucket.shapes)
+    merged = {}
+    for i, token in enumerate(plan.merge.token.tolist()):
+        ranges = zip(plan.merge.first[:, i].tolist(), plan.merge.count[:, i].tolist(), strict=True)
+        merged[token] = [(n, p) for n, (first, count) in enumerate(ranges) for p in range(first, first + count)]
+    cut = {token: [(read[4], read[3]) for read in tiles] for token, tiles in enumerate(reads) if len(tiles) > 1}
     assert merged == cut, "exactly the cut tokens are merged, in position order"
     assert len(merged) == len(plan.merge.token), "each once"
     ids = [partial for partials in merged.values() for partial in partials]
     assert len(set(ids)) == len(ids)
-    assert all(0 <= partial < bucket.num_partials for partial in ids)
-    assert all(tiles[0][3] == bucket.num_partials for tiles in reads if len(tiles) == 1), "written to the token itself"
+    assert all(0 <= partial < bucket.shapes[number].partials for number, partial in ids)
+    assert all(tiles[0][3] == -1 for tiles in reads if len(tiles) == 1), "written to the token itself"
 
 
 @given(plans())
@@ -101,7 +100,7 @@ def test_padding_tiles_are_empty(drawn):
         for values in (tiles.row, tiles.start, tiles.end):
             assert values.shape == (shape.tiles,)
             assert (values[padding] == 0).all()
-        assert (tiles.partial[tiles.token == bucket.num_tokens] == bucket.num_partials).all()
+        assert (tiles.partial[tiles.token == bucket.num_tokens] == shape.partials).all()
 
 
 @given(plans(), st.randoms(use_true_random=False))
@@ -109,22 +108,20 @@ def test_padding_tiles_are_empty(drawn):
 def test_how_a_range_is_cut_depends_on_the_bucket_and_the_range_alone(drawn, rng):
     bucket, chunks = bucket_for(make_buckets(*drawn[0]), drawn[1]), drawn[1]
     chunk = rng.choice(chunks)
-    alone = tiles_of_tokens(plan_of(bucket, [chunk]), bucket.num_tokens)[: chunk[2]]
+    alone = tiles_of_tokens(plan_of(bucket, [chunk]), bucket.num_tokens, bucket.shapes)[: chunk[2]]
     before = sum(length for _, _, length in chunks[: chunks.index(chunk)])
-    among = tiles_of_tokens(plan_of(bucket, chunks), bucket.num_tokens)[before : before + chunk[2]]
+    among = tiles_of_tokens(plan_of(bucket, chunks), bucket.num_tokens, bucket.shapes)[before : before + chunk[2]]
     assert [[read[:3] for read in token] for token in alone] == [[read[:3] for read in token] for token in among]
 
 
 @pytest.mark.parametrize("end", [1, 255, 256, 511, 512, 513, 1281, 4096, 8193, 100_000])
 @pytest.mark.parametrize("splits", [1, 2, 5, 32])
 def test_cut_ranges_are_long_enough_to_be_worth_it(end, splits):
-    shape = TileShape(splits, 1, splits)
-    plan = tile_plan(
-        np.array([0]), np.array([end - 1]), np.array([1]), num_tokens=1, shapes=(shape,), num_partials=splits
-    )
-    reads = tiles_of_tokens(plan, 1)[0]
+    shape = TileShape(splits, 1, splits, partials=splits)
+    plan = tile_plan(np.array([0]), np.array([end - 1]), np.array([1]), num_tokens=1, shapes=(shape,))
+    reads = tiles_of_tokens(plan, 1, (shape,))[0]
     assert len(reads) <= splits
-    assert all(stop - start >= shape.min_range for start, stop, _, _ in reads[:-1])
+    assert all(stop - start >= shape.min_range for start, stop, *_ in reads[:-1])
     assert len(reads) > 1 or splits == 1 or end < 2 * shape.min_range
 
 
@@ -141,7 +138,7 @@ def test_the_fullest_plans_fit(tiling, max_num_seqs, budget):
         chunks = [(row, far, length) for row, length in enumerate(lengths) if length]
         if chunks:
             bucket = bucket_for(buckets, chunks)
-            reads = tiles_of_tokens(plan_of(bucket, chunks), bucket.num_tokens)
+            reads = tiles_of_tokens(plan_of(bucket, chunks), bucket.num_tokens, bucket.shapes)
             assert sum(map(bool, reads)) == sum(lengths)
 
 

@@ -1,0 +1,61 @@
+"""What a step becomes on an H200, found out by compiling it without one; and the kernel for Hopper in its interpreter."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+HERE = Path(__file__).parent
+WHEELS = Path(sys.prefix) / "h200"  # jax-cuda13-plugin and jax-cuda13-pjrt, where `make test` puts them
+
+
+def run_apart(script: str, *arguments: str, **env: str) -> subprocess.CompletedProcess:
+    paths = [str(HERE.parent), str(HERE), str(WHEELS)]
+    command = [sys.executable, str(HERE / script), *arguments]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu", **env}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("bucket", "num_graphs"), [("decode_1", 1), ("decode_64", 1), ("shared_64", 1), ("mixed_512", 3)]
+)
+def test_a_step_compiled_for_an_h200(bucket, num_graphs, tmp_path):
+    """No K or V is copied. The step is one CUDA graph, but that XLA leaves the kernel for Hopper of mixed steps out of
+    it, once in each of two layers. No register is spilled, but for a few of that kernel around its loop."""
+    if not (WHEELS / "jax_plugins").is_dir() and importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+        pytest.skip(f"the wheels jax-cuda13-plugin and jax-cuda13-pjrt are not at hand: no folder {WHEELS}")
+    flags = f"--xla_dump_to={tmp_path} --xla_dump_hlo_module_re=.*step.*"
+    done = run_apart("h200.py", bucket, XLA_FLAGS=flags, TF_CPP_MIN_LOG_LEVEL="0")
+    small, large = json.loads(done.stdout.splitlines()[-1])[bucket]["temporary"]
+    assert small == large, "temporary memory does not grow with the number of pages"
+    spilled = dict(re.findall(r"in function '(\w+)', (\d+) bytes spill stores", done.stderr))
+    assert not any(int(size) > 24 for name, size in spilled.items() if "mosaic_gpu" in name), spilled
+    assert all("mosaic_gpu" in name for name in spilled), spilled
+    sequences = list(tmp_path.glob("*thunk_sequence_after_thunk_passes.txt"))
+    assert sequences, "XLA says how it launches"
+    for path in sequences:
+        top = [line for line in path.read_text().splitlines() if not line.startswith(" ")]
+        assert sum("kCommandBuffer" in line for line in top) == num_graphs
+        assert len(top) == 2 * num_graphs - 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 11, 2), reason="Mosaic's interpreter for GPU kernels came with JAX 0.11.2"
+)
+def test_the_kernel_for_hopper_equals_the_reference():
+    """Partly filled tiles, ranges that start anywhere and end inside pages, cut and whole tokens, slots of NaN."""
+    names = ["hopper_chunk", "hopper_cut", "hopper_shared", "hopper_scatter", "hopper_page_24"]
+    lines = run_apart("interpret_hopper.py", *names, NPROC="16").stdout.splitlines()
+    errors = {name: float(error) for name, error in map(str.split, lines)}
+    assert sorted(errors) == sorted(names)
+    assert max(errors.values()) < 1e-2
