@@ -16,8 +16,8 @@ class Tiles:
     token: row of q of each query token. T (one past the end) is padding.
     row: row of the page table to read through.
     start, end: the range of positions `[start, end)`. `[0, 0)` is an empty tile: nothing is read, nothing written.
-    partial: where, among this list's partial results, that of a cut token goes; `num_partials` says that the token is not
-        cut, so that its result goes straight to the token. None: no token of this list is cut.
+    partial: where, among this list's partial results, that of a cut token goes; `num_partials` says that the token is
+        not cut, so that its result goes straight to the token. None: no token of this list is cut.
     num_partials: C, the list's room for partial results.
     only_cut: every token of this list is cut: it may run beside the next list, whose results it does not touch.
     """

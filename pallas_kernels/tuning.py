@@ -50,7 +50,7 @@ def tuning(
         and hopper.refusal(rows, group, head_dim, dtype, page_size) is None
     ):
         return Tuning(rows, HopperConfig(), programs=132)
-    row = _table().get(device_kind(), {}).get(f"{kind}, G = {group}, D = {head_dim}, {dtype.name}")
+    row = table().get(device_kind(), {}).get(f"{kind}, G = {group}, D = {head_dim}, {dtype.name}")
     if row is not None:
         return Tuning(row["rows"], Config(row["block_kv"], row["num_warps"], row["num_stages"]), row["programs"])
     config = default_config(rows, group, head_dim, dtype)
@@ -70,5 +70,6 @@ def device_kind() -> str:
 
 
 @functools.cache
-def _table() -> dict[str, dict[str, dict[str, int]]]:
+def table() -> dict[str, dict[str, dict[str, int]]]:
+    """By kind of device; `scripts/tune_kernels.py` writes it."""
     return json.loads(TABLE.read_text(encoding="utf-8"))

@@ -20,7 +20,7 @@ import numpy as np
 from ceilings import measure_ceilings
 from results import Figure, device_name, write_results
 
-from pallas_kernels import default_implementation, paged_attention
+from pallas_kernels import Config, HopperConfig, default_implementation, paged_attention
 from prefix_jax.forest import choose_runs
 from prefix_jax.models.llama import LlamaConfig
 from prefix_jax.runner import TILE_KINDS, batch_merge, batch_tiles, make_batcher, tile_tuning
@@ -106,6 +106,7 @@ class Shape:
 
     bucket: Bucket
     config: LlamaConfig
+    configs: tuple[Config | HopperConfig, ...]  # of the bucket's tile lists
     num_rows: int
     num_columns: int
     num_slots: int
@@ -117,12 +118,9 @@ class Shape:
         @jax.jit  # traced and lowered once
         def attend(q, packed, position, table, k_slots, v_slots):
             batch = bucket.unpack(packed)
-            kinds = TILE_KINDS[bucket.kind]
             return paged_attention(
                 q, k_slots, v_slots, position, table, batch_tiles(batch, bucket), batch_merge(batch, bucket),
-                page_size=PAGE_SIZE,
-                implementation=implementation,
-                configs=[tile_tuning(kind, config, jnp.bfloat16, implementation, PAGE_SIZE).config for kind in kinds],
+                page_size=PAGE_SIZE, implementation=implementation, configs=self.configs,
             )  # fmt: skip
 
         def run(q, packed, position, table, layers):
@@ -154,10 +152,9 @@ class Prepared:
 
 def prepare(works: Sequence[Work], implementation: str) -> list[Prepared]:
     """Works with the same bucket and heads get one executable, whose table and slots have room for each of them."""
-    batchers = [work.batcher(implementation) for work in works]
-    plans = [work.plan(batcher) for work, batcher in zip(works, batchers, strict=True)]
-    keys = [(bucket.name, work.config) for work, (bucket, _) in zip(works, plans, strict=True)]
-    num_slots = {key[1]: 0 for key in keys}
+    plans = [work.plan(work.batcher(implementation)) for work in works]
+    keys = [(bucket, work.config) for work, (bucket, _) in zip(works, plans, strict=True)]
+    num_slots = {config: 0 for _, config in keys}
     num_columns = dict.fromkeys(keys, 0)
     for work, key in zip(works, keys, strict=True):
         num_slots[key[1]] = max(num_slots[key[1]], (int(work.table.max()) + 1) * PAGE_SIZE)
@@ -169,7 +166,9 @@ def prepare(works: Sequence[Work], implementation: str) -> list[Prepared]:
         position = np.zeros(bucket.num_tokens, np.int32)
         ends = np.cumsum(work.lengths)
         position[: ends[-1]] = np.arange(ends[-1]) + np.repeat(work.starts - ends + work.lengths, work.lengths)
-        shape = Shape(bucket, key[1], *table.shape, num_slots[key[1]])
+        kinds = TILE_KINDS[bucket.kind]
+        configs = tuple(tile_tuning(kind, key[1], jnp.bfloat16, implementation, PAGE_SIZE).config for kind in kinds)
+        shape = Shape(bucket, key[1], configs, *table.shape, num_slots[key[1]])
         prepared.append(Prepared(work, shape, tuple(map(jnp.asarray, (packed, position, table)))))
     return prepared
 
@@ -181,20 +180,21 @@ def random_layers(config: LlamaConfig, num_slots: int) -> list[tuple[jax.Array, 
     return [(make(keys[2 * i]), make(keys[2 * i + 1])) for i in range(NUM_LAYERS)]
 
 
-def time_works(works: Sequence[Work], implementation: str, repeats: int) -> tuple[dict[str, list[float]], float]:
-    """Seconds of one call of each work, `repeats` times, all works over the same heads in turn; and the largest
-    difference between what plain and shared tiles of the same work give."""
-    prepared = prepare(works, implementation)
+def time_works(
+    prepared: Sequence[Prepared], implementation: str, repeats: int
+) -> tuple[list[list[float]], dict[str, np.ndarray]]:
+    """Seconds of one call of each work, `repeats` times, all works over the same heads in turn; and what those of 256
+    rows give, by name."""
     shapes = list(dict.fromkeys(p.shape for p in prepared))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         runs = dict(zip(shapes, pool.map(lambda shape: shape.compile(implementation), shapes), strict=True))
-    seconds: dict[str, list[float]] = {work.what: [] for work in works}
+    seconds: list[list[float]] = [[] for _ in prepared]
     outputs: dict[str, np.ndarray] = {}
     for config in dict.fromkeys(shape.config for shape in shapes):
-        mine = [p for p in prepared if p.shape.config == config]
-        layers = random_layers(config, mine[0].shape.num_slots)
+        mine = [(p, taken) for p, taken in zip(prepared, seconds, strict=True) if p.shape.config == config]
+        layers = random_layers(config, mine[0][0].shape.num_slots)
         for repeat in range(repeats + 1):
-            for p in mine:
+            for p, taken in mine:
                 run = runs[p.shape]
                 q = jax.block_until_ready(run(p.random_q(repeat), *p.arrays, layers))
                 if not repeat and len(p.work.table) == 256:
@@ -204,9 +204,8 @@ def time_works(works: Sequence[Work], implementation: str, repeats: int) -> tupl
                     q = run(q, *p.arrays, layers)
                 jax.block_until_ready(q)
                 if repeat:
-                    seconds[p.work.what].append((time.perf_counter() - started) / (RUNS * CALLS))
-    pairs = [(outputs[name], outputs[f"shared{name[5:]}"]) for name in outputs if name.startswith("plain B")]
-    return seconds, max((float(np.abs(a - b).max()) for a, b in pairs), default=0.0)
+                    taken.append((time.perf_counter() - started) / (RUNS * CALLS))
+    return seconds, outputs
 
 
 # Works ---------------------------------------------------------------------------------------------------------------
@@ -242,9 +241,11 @@ def shared(batch: int, prefix: int, own: int, forest: bool, **options) -> Work:
     return decode(f"{plan} B = {batch}, own {own}, prefix {prefix}, {heads}", table, forest=forest, **options)
 
 
-def prefill(new: int, cached: int) -> Work:
+def prefill(new: int, cached: int, **options) -> Work:
     table = tree([1, 1], [0], (new + cached) // PAGE_SIZE)
-    return Work(f"prefill attention, {new} new on {cached} cached", table, np.array([cached]), np.array([new]))
+    return Work(
+        f"prefill attention, {new} new on {cached} cached", table, np.array([cached]), np.array([new]), **options
+    )
 
 
 MHA = {"group": 1, "num_kv_heads": 32}
@@ -306,9 +307,9 @@ def main() -> None:
         plains, shareds, prefills = {(4, 64, False): plain(4, 64)}, {}, {}
         works = [*plains.values(), *trees]
     started = time.perf_counter()
-    seconds, difference = time_works(
-        list({work.what: work for work in works}.values()), args.implementation, args.repeats
-    )
+    works = list({work.what: work for work in works}.values())
+    times, outputs = time_works(prepare(works, args.implementation), args.implementation, args.repeats)
+    seconds = {work.what: taken for work, taken in zip(works, times, strict=True)}
     print(f"timed {len(seconds)} works in {time.perf_counter() - started:.0f} s")
 
     rows = []
@@ -339,7 +340,8 @@ def main() -> None:
         rates = [4 * work.head_dim * pairs * work.num_kv_heads * work.group / s / 1e12 for s in seconds[work.what]]
         rows.append(Figure.median(work.what, rates, "TFLOP/s", must=PREFILL[key], aim=420, better="higher"))
     what = "largest difference of outputs, shared and plain tiles, after 16 calls"
-    rows.append(Figure(what, difference, ""))
+    pairs = [(outputs[off.what], outputs[on.what]) for off, on in shareds.values()]
+    rows.append(Figure(what, max((float(np.abs(a - b).max()) for a, b in pairs), default=0.0), ""))
     for num_seqs, must, aim in ((256, 2, 1), (1024, 6, 3)):
         what = f"host: tile plan from nothing, forest on, {num_seqs} sequences of 8192"
         rows.append(Figure.median(what, time_planning(num_seqs, args.implementation), "ms", must=must, aim=aim))

@@ -1,4 +1,4 @@
-"""What a step becomes on an H200, found out by compiling it without one; and the kernel for Hopper in its interpreter."""
+"""What a step becomes on an H200, compiled without one; and the kernel for Hopper in its interpreter."""
 
 import importlib.util
 import json
@@ -30,7 +30,7 @@ def run_apart(script: str, *arguments: str, **env: str) -> subprocess.CompletedP
 )
 def test_a_step_compiled_for_an_h200(bucket, num_graphs, tmp_path):
     """No K or V is copied. The step is one CUDA graph, but that XLA leaves the kernel for Hopper of mixed steps out of
-    it, once in each of two layers. No register is spilled, but for a few of that kernel around its loop."""
+    it, once in each of two layers. No register is spilled, but for a few, around the loop, of tiles of 128 rows."""
     if not (WHEELS / "jax_plugins").is_dir() and importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
         pytest.skip(f"the wheels jax-cuda13-plugin and jax-cuda13-pjrt are not at hand: no folder {WHEELS}")
     flags = f"--xla_dump_to={tmp_path} --xla_dump_hlo_module_re=.*step.*"
@@ -38,8 +38,8 @@ def test_a_step_compiled_for_an_h200(bucket, num_graphs, tmp_path):
     small, large = json.loads(done.stdout.splitlines()[-1])[bucket]["temporary"]
     assert small == large, "temporary memory does not grow with the number of pages"
     spilled = dict(re.findall(r"in function '(\w+)', (\d+) bytes spill stores", done.stderr))
-    assert not any(int(size) > 24 for name, size in spilled.items() if "mosaic_gpu" in name), spilled
-    assert all("mosaic_gpu" in name for name in spilled), spilled
+    assert all(int(size) <= 44 for size in spilled.values()), spilled
+    assert all(name.startswith("tile_attention_32") or name.endswith("mosaic_gpu_kernel") for name in spilled), spilled
     sequences = list(tmp_path.glob("*thunk_sequence_after_thunk_passes.txt"))
     assert sequences, "XLA says how it launches"
     for path in sequences:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import Merge, default_implementation, paged_attention
+from pallas_kernels import Merge, paged_attention
 from pallas_kernels.cases import CASES, build
 from pallas_kernels.merge import merge_pallas, merge_xla
 from pallas_kernels.reference import reference
