@@ -7,6 +7,7 @@ from pallas_kernels.paged_attention import paged_attention as paged_attention
 from pallas_kernels.tile_attention import Config as Config
 from pallas_kernels.tile_attention import default_config as default_config
 from pallas_kernels.tiles import Merge as Merge
+from pallas_kernels.tiles import Scales as Scales
 from pallas_kernels.tiles import Tiles as Tiles
 from pallas_kernels.tuning import Tuning as Tuning
 from pallas_kernels.tuning import tuning as tuning

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.tiles import Merge, Tiles
+from pallas_kernels.tiles import Merge, Scales, Tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Case:
     scatter: tokens and ranges are thrown into tiles at random instead of in order.
     tile_rows: R of the wide tile list; a tile of one token goes to the narrow one. beside: the wide list has cut tokens
         alone, and runs beside the narrow one.
-    softcap, window, alibi: of the scores; slopes are then 2 ** -(h + 1).
+    softcap, window, alibi: of the scores; slopes are then 2 ** -(h + 1). quantized: K and V in float8_e4m3fn.
     """
 
     name: str
@@ -37,6 +37,7 @@ class Case:
     softcap: float | None = None
     window: int | None = None
     alibi: bool = False
+    quantized: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -85,6 +86,10 @@ CASES = (
     Case("window_1", "a query that sees itself alone", CHUNKS, window=1, cut=16),
     Case("alibi", "as in MPT", MIXED, alibi=True, group=3, head_dim=80),
     Case("all_scoring", "with cut ranges", MIXED, softcap=5.0, window=50, alibi=True, cut=48),
+    Case("quantized", "K and V in one byte, with a scale for each KV head", MIXED, quantized=True, cut=48),
+    Case(
+        "quantized_capped", "where scales cannot be folded into the unit", MIXED, quantized=True, softcap=2.0, group=3
+    ),
     Case("scatter", "any tokens of a sequence in any tile, any ranges", MIXED, scatter=True),
     Case("scatter_page_4", "the same, D padded", CHUNKS, scatter=True, page_size=4, group=3, head_dim=80),
 )
@@ -144,22 +149,32 @@ def build(case: Case, dtype: jax.typing.DTypeLike, seed: int = 0) -> Arrays:
         p = np.arange(done + new)
         owned[page_table[b, p // case.page_size] * case.page_size + p % case.page_size] = True
 
-    def normal(*shape, where=True):
+    def normal(*shape, where=True, scales=1.0, dtype=dtype):
         values = rng.standard_normal((*shape, case.head_dim), np.float32)
-        return jnp.asarray(np.where(where, values, np.float32(np.nan)).astype(dtype))
+        return jnp.asarray(np.where(where, values, np.float32(np.nan)) / scales).astype(dtype)
+
+    scales, kv_dtype = None, dtype
+    if case.quantized:
+        scales = Scales(*(jnp.asarray(rng.uniform(0.01, 0.1, case.num_kv_heads), jnp.float32) for _ in range(2)))
+        kv_dtype = jnp.float8_e4m3fn
+
+    def slots(scale):
+        scale = 1.0 if scale is None else np.asarray(scale)[:, None]
+        return normal(len(owned), case.num_kv_heads, where=owned[:, None, None], scales=scale, dtype=kv_dtype)
 
     slopes = jnp.exp2(-1.0 - jnp.arange(case.num_kv_heads * case.group, dtype=jnp.float32))
     return Arrays(
         q=normal(len(row), case.num_kv_heads * case.group),
-        k_slots=normal(len(owned), case.num_kv_heads, where=owned[:, None, None]),
-        v_slots=normal(len(owned), case.num_kv_heads, where=owned[:, None, None]),
+        k_slots=slots(scales and scales.k),
+        v_slots=slots(scales and scales.v),
         positions=jnp.asarray(positions, jnp.int32),
         page_table=jnp.asarray(page_table, jnp.int32),
         tile_lists=tile_lists,
         merge=merge,
         row=jnp.asarray(row, jnp.int32),
         idle=np.arange(len(row)) >= len(row) - 2,
-        options={"softcap": case.softcap, "window": case.window, "alibi_slopes": slopes if case.alibi else None},
+        options={"softcap": case.softcap, "window": case.window, "alibi_slopes": slopes if case.alibi else None}
+        | {"scales": scales},
     )
 
 

@@ -59,6 +59,7 @@ def tile_attention(
     page_size: int,
     scoring: Scoring,
     config: HopperConfig = HopperConfig(),
+    scales: None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T Hq D"], Partials | None]:
     """Runs the tiles of one list; the results take the place of q, which x has to be, in the same memory. Returns them
@@ -66,7 +67,7 @@ def tile_attention(
 
     The last tile is the first to run: there the longest belong.
     """
-    del q
+    del q, scales
     num_tokens, num_heads, head_dim = x.shape
     num_tiles, rows = tiles.token.shape
     num_partials, num_kv_heads = tiles.num_partials, k_slots.shape[1]

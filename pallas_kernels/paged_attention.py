@@ -15,7 +15,7 @@ from pallas_kernels.hopper_attention import HopperConfig
 from pallas_kernels.merge import merge_pallas, merge_xla
 from pallas_kernels.scoring import Scoring
 from pallas_kernels.tile_attention import Config, default_config
-from pallas_kernels.tiles import Merge, Tiles
+from pallas_kernels.tiles import Merge, Scales, Tiles
 
 Implementation = Literal["xla", "pallas", "pallas_hopper", "pallas_interpret"]
 
@@ -34,6 +34,7 @@ def paged_attention(
     softcap: float | None = None,
     window: int | None = None,
     alibi_slopes: Float[Array, " Hq"] | None = None,
+    scales: Scales | None = None,
     implementation: Implementation | None = None,
     configs: Sequence[Config | HopperConfig | None] | None = None,
 ) -> Float[Array, "T Hq D"]:
@@ -45,13 +46,14 @@ def paged_attention(
 
     Args:
         scale: of the scores; 1 / sqrt(D) unless given. softcap, window, alibi_slopes: see Scoring.
+        scales: for slots of float8_e4m3fn, None for slots of q's dtype.
         implementation: None chooses, by backend and shapes; a named one runs or raises. "pallas_hopper" runs the lists
             that suit it with a kernel for Hopper, and the others as "pallas" does.
         configs: one for each tile list, as `tuning` gives them; None for the default.
 
     Raises ValueError for shapes, dtypes and sizes that do not fit; the indices themselves are not checked.
     """
-    _check_arrays(q, k_slots, v_slots, positions, page_table, page_size)
+    _check_arrays(q, k_slots, v_slots, positions, page_table, page_size, scales)
     _check_tiles(tile_lists, merge, configs)
     implementation = _choose(implementation, q, k_slots)
     scoring = Scoring(1 / math.sqrt(q.shape[-1]) if scale is None else scale, softcap, window, alibi_slopes)
@@ -67,12 +69,13 @@ def paged_attention(
         if num_tiles == 0:
             continue
         arrays = (q if beside else x, None if tiles.only_cut else x, tiles, positions, page_table, k_slots, v_slots)
-        options = {"page_size": page_size, "scoring": scoring}
+        options = {"page_size": page_size, "scoring": scoring, "scales": scales}
         if implementation == "xla":
             out, partials[i] = xla.tile_attention(*arrays, **options)
         else:
             if config is None:
-                suits = not beside and hopper.refusal(rows, group, q.shape[2], q.dtype, page_size, scoring) is None
+                refusal = hopper.refusal(rows, group, q.shape[2], q.dtype, page_size, scoring)
+                suits = refusal is None and not beside and k_slots.dtype == q.dtype
                 on_hopper = suits and implementation == "pallas_hopper"
                 config = HopperConfig() if on_hopper else default_config(rows, group, q.shape[2], q.dtype)
             run = hopper if isinstance(config, HopperConfig) else pallas
@@ -116,12 +119,15 @@ def _pallas_refusal(q: Array, k_slots: Array) -> str | None:
         return f"takes float32, bfloat16 and float16, got {q.dtype}"
     if q.shape[-1] > 256:
         return f"takes head sizes up to 256, got {q.shape[-1]}"
-    if (size := math.prod(k_slots.shape) * k_slots.dtype.itemsize) > 2**32:
-        return f"takes K and V arrays of up to 4 GiB each (32-bit offsets), got {size / 2**30:.2f} GiB: fewer pages"
+    size, limit = math.prod(k_slots.shape) * k_slots.dtype.itemsize, 4 if k_slots.dtype.itemsize > 1 else 2
+    if size > limit * 2**30:
+        return (
+            f"takes K and V arrays of up to {limit} GiB each (32-bit offsets), got {size / 2**30:.2f} GiB: fewer pages"
+        )
     return None
 
 
-def _check_arrays(q, k_slots, v_slots, positions, page_table, page_size):
+def _check_arrays(q, k_slots, v_slots, positions, page_table, page_size, scales):
     if q.ndim != 3 or k_slots.ndim != 3:
         raise ValueError(f"q must be [T, Hq, D] and k_slots [num_slots, Hkv, D], got {q.shape} and {k_slots.shape}")
     if k_slots.shape != v_slots.shape:
@@ -130,10 +136,14 @@ def _check_arrays(q, k_slots, v_slots, positions, page_table, page_size):
         raise ValueError(f"q and k_slots must have one head size, got {q.shape[2]} and {k_slots.shape[2]}")
     if q.shape[1] % k_slots.shape[1]:
         raise ValueError(f"query heads must be a multiple of KV heads, got {q.shape[1]} and {k_slots.shape[1]}")
-    if not q.dtype == k_slots.dtype == v_slots.dtype or not jnp.issubdtype(q.dtype, jnp.floating):
+    kv_dtype = q.dtype if scales is None else jnp.dtype(jnp.float8_e4m3fn)
+    if not kv_dtype == k_slots.dtype == v_slots.dtype or not jnp.issubdtype(q.dtype, jnp.floating):
         raise ValueError(
-            f"q, k_slots and v_slots must have one float dtype, got {q.dtype}, {k_slots.dtype}, {v_slots.dtype}"
+            f"q, k_slots and v_slots must have one float dtype, or with scales k_slots and v_slots float8_e4m3fn, "
+            f"got {q.dtype}, {k_slots.dtype}, {v_slots.dtype}"
         )
+    if scales is not None and not scales.k.shape == scales.v.shape == k_slots.shape[1:2]:
+        raise ValueError(f"scales must be [Hkv] = {k_slots.shape[1:2]} each, got {scales.k.shape}, {scales.v.shape}")
     if positions.shape != q.shape[:1]:
         raise ValueError(f"positions must be [T] = [{q.shape[0]}], got {positions.shape}")
     if page_table.ndim != 2:

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.tiles import Scales
+
 
 def reference(
     q: Float[Array, "T Hq D"],
@@ -20,6 +22,7 @@ def reference(
     softcap: float | None = None,
     window: int | None = None,
     alibi_slopes: Float[Array, " Hq"] | None = None,
+    scales: Scales | None = None,
 ) -> Float[Array, "T Hq D"]:
     """Attention of each token t to the positions 0 … positions[t] of row rows[t], or to the last `window` of these;
     float32, whatever comes in.
@@ -34,6 +37,8 @@ def reference(
     visible = (away >= 0) & (away < (window or slots.shape[1]))
     k = k_slots[slots[rows]].astype(jnp.float32)  # [T, positions, Hkv, D]
     v = v_slots[slots[rows]].astype(jnp.float32)
+    if scales is not None:
+        k, v = k * scales.k[:, None], v * scales.v[:, None]
     v = jnp.where(visible[:, :, None, None], v, 0.0)  # what is not visible may be NaN, and 0 * NaN is NaN
     k, v = jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)  # query head h reads KV head h // group
     scores = jnp.einsum("thd,tjhd->thj", q.astype(jnp.float32), k, precision=jax.lax.Precision.HIGHEST) * scale

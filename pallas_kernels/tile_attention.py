@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import triton
 from pallas_kernels.scoring import MASKED, Scoring
-from pallas_kernels.tiles import Partials, Tiles
+from pallas_kernels.tiles import Partials, Scales, Tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +50,7 @@ def tile_attention(
     page_size: int,
     scoring: Scoring,
     config: Config,
+    scales: Scales | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T Hq D"] | None, Partials | None]:
     """Runs the tiles of one list: x with the results of whole tokens in place, and the partials of cut ones.
@@ -64,6 +65,7 @@ def tile_attention(
         out_shape += [jax.ShapeDtypeStruct(s, jnp.float32) for s in (shape, shape[:-1])]
     base = None if x is None or x is q else x  # what the results are put into, if that is not q
     names = ("token", "row", "start", "end", "partial")
+    arrays = {name: getattr(tiles, name) for name in names}
     outputs = triton.launch(
         kernel,
         out_shape=out_shape,
@@ -73,7 +75,7 @@ def tile_attention(
         num_stages=config.num_stages,
         interpret=interpret,
         name=f"tile_attention_{tiles.token.shape[1]}",
-    )(q, base, {name: getattr(tiles, name) for name in names}, positions, page_table, k_slots, v_slots, scoring)
+    )(q, base, arrays, positions, page_table, k_slots, v_slots, scoring, scales)
     x, *partials = outputs if x is not None else (None, *outputs)
     return x, Partials(*partials) if partials else None
 
@@ -87,6 +89,7 @@ def _kernel(
     k_ref,  # [num_slots, Hkv, D]
     v_ref,
     scoring,
+    scale_refs,  # None, or of K and of V [Hkv]
     *out_refs,  # [T, Hq, D] but for lists of cut tokens alone; where tokens are cut [C, Hq, D] and [C, Hq]
     tiles: Tiles,
     page_size: int,
@@ -118,7 +121,11 @@ def _kernel(
     if scoring.alibi_slopes is not None:
         slope = triton.load(scoring.alibi_slopes.at[head], mask=real, other=0.0)[:, None]
 
-    unit = scoring.unit
+    unit, k_scale, v_scale = scoring.unit, None, None
+    if scale_refs is not None:
+        k_scale, v_scale = (ref[kv_head] for ref in scale_refs)
+        if unit != 1:  # where the unit comes in, the scale costs nothing
+            unit, k_scale = unit * k_scale, None
 
     def body(i, carry):
         acc, peak, total = carry
@@ -126,14 +133,15 @@ def _kernel(
         owned = jnp.minimum(kv_position, end - 1)  # past the end may be anybody's page, or NaN
         page = page_table_ref[table_row, owned // page_size]
         slot = page * page_size + owned % page_size
-        k = _load_rows(k_ref, (slot, kv_head), lane)
+        k = _load_rows(k_ref, (slot, kv_head), lane).astype(q.dtype)
         products = triton.dot(q, k, trans_b=True)
+        products = products if k_scale is None else products * k_scale
         scores = scoring.scores(products, kv_position[None, :] - position[:, None], slope)
         scores = jnp.where(scoring.sees(kv_position[None, :], position[:, None], end), scores, MASKED)
         new_peak = jnp.maximum(peak, scores.max(axis=1))
         fade = jnp.exp2((peak - new_peak) * unit)
         weights = jnp.exp2(scores * unit - (new_peak * unit)[:, None])
-        v = _load_rows(v_ref, (slot, kv_head), lane)
+        v = _load_rows(v_ref, (slot, kv_head), lane).astype(q.dtype)
         acc = acc * fade[:, None] + triton.dot(weights.astype(v.dtype), v)
         return acc, new_peak, total * fade + weights.sum(axis=1)
 
@@ -144,6 +152,7 @@ def _kernel(
     seen = peak > MASKED / 2  # until a row sees a position its weights are exp2(0) of masked scores
     total = jnp.where(seen, total, 1)
     value = jnp.where(seen[:, None], acc / total[:, None], 0)
+    value = value if v_scale is None else value * v_scale
 
     @pl.when(start < end)
     def _():

@@ -1,6 +1,7 @@
 """The work list of the attention operation, shared by its implementations."""
 
 import dataclasses
+from typing import NamedTuple
 
 import jax
 from jaxtyping import Array, Float, Int
@@ -43,6 +44,13 @@ class Merge:
     token: Int[Array, "M"]
     first: Int[Array, "L M"]
     count: Int[Array, "L M"]
+
+
+class Scales(NamedTuple):
+    """float32 [Hkv] each: what K and V of each KV head are to be multiplied by, where slots hold float8_e4m3fn."""
+
+    k: Array
+    v: Array
 
 
 @jax.tree_util.register_dataclass

@@ -6,7 +6,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.scoring import MASKED, Scoring
-from pallas_kernels.tiles import Partials, Tiles
+from pallas_kernels.tiles import Partials, Scales, Tiles
 
 BLOCK_KV = 128
 GROUP_QUERIES = 8  # tiles of one token that share a block step: more fall out of a laptop's second-level cache
@@ -23,6 +23,7 @@ def tile_attention(
     *,
     page_size: int,
     scoring: Scoring,
+    scales: Scales | None = None,
 ) -> tuple[Float[Array, "T Hq D"] | None, Partials | None]:
     """Runs the tiles of one list: x with the results of whole tokens in place, and the partials of cut ones. x is None
     for a list with `only_cut`.
@@ -37,7 +38,7 @@ def tile_attention(
     def run_group(i, carry):
         x, partials = carry
         part = jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, i * size, size), padded)
-        value, lse = _attend_group(q, part, positions, page_table, k_slots, v_slots, page_size, scoring)
+        value, lse = _attend_group(q, part, positions, page_table, k_slots, v_slots, page_size, scoring, scales)
         return _write(x, partials, part, value, lse)
 
     partials = None
@@ -51,7 +52,7 @@ def _pad_to_multiple(a: Array, size: int) -> Array:
     return jnp.pad(a, [(0, -a.shape[0] % size)] + [(0, 0)] * (a.ndim - 1))  # range [0, 0): an empty tile
 
 
-def _attend_group(queries, tiles, positions, page_table, k_slots, v_slots, page_size, scoring):
+def _attend_group(queries, tiles, positions, page_table, k_slots, v_slots, page_size, scoring, scales):
     """Results [N, R, Hq, D] and log2 of the softmax sums [N, R, Hq] of a group of N tiles, in float32."""
     size, rows = tiles.token.shape
     _, num_kv_heads, head_dim = k_slots.shape
@@ -77,8 +78,9 @@ def _attend_group(queries, tiles, positions, page_table, k_slots, v_slots, page_
         kv_position = (page[:, :, None] * page_size + jnp.arange(page_size)).reshape(size, -1)
         owned = (tiles.start[:, None] <= kv_position) & (kv_position < tiles.end[:, None])
         page_id = jnp.take_along_axis(page_row, jnp.minimum(page, last_page[:, None]), axis=1)
-        k = _gather_pages(k_slots, page_id, page_size)
-        v = jnp.where(owned[:, None, :, None], _gather_pages(v_slots, page_id, page_size), 0)
+        k = _gather_pages(k_slots, page_id, page_size, q.dtype, scales and scales.k)
+        v = _gather_pages(v_slots, page_id, page_size, q.dtype, scales and scales.v)
+        v = jnp.where(owned[:, None, :, None], v, 0)
         keys = kv_position[:, None, None, :]
         visible = owned[:, None, None, :] & scoring.sees(keys, q_position, tiles.end[:, None, None, None])
         scores = jnp.einsum("nhmd,nhjd->nhmj", q, k, precision=precision, preferred_element_type=jnp.float32)
@@ -102,12 +104,15 @@ def _attend_group(queries, tiles, positions, page_table, k_slots, v_slots, page_
     return value.reshape(size, rows, -1, head_dim), lse.reshape(size, rows, -1)
 
 
-def _gather_pages(slots: Array, page_id: Int[Array, "N P"], page_size: int) -> Float[Array, "N Hkv J D"]:
+def _gather_pages(
+    slots: Array, page_id: Int[Array, "N P"], page_size: int, dtype: jax.typing.DTypeLike, scale: Array | None
+) -> Float[Array, "N Hkv J D"]:
     """K or V of some pages of each tile. Whole pages: one long copy each is three times faster than one per slot."""
     size, num_pages = page_id.shape
     pages = slots.reshape(-1, page_size, *slots.shape[1:])
     taken = pages.at[page_id].get(mode="promise_in_bounds")  # [N, P, S, Hkv, D]
-    return taken.reshape(size, num_pages * page_size, *slots.shape[1:]).transpose(0, 2, 1, 3)
+    taken = taken.reshape(size, num_pages * page_size, *slots.shape[1:]).transpose(0, 2, 1, 3).astype(dtype)
+    return taken if scale is None else taken * scale.astype(dtype)[:, None, None]
 
 
 def _write(x, partials, tiles, value, lse):

@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from queue import SimpleQueue
 
 import jax
 import numpy as np
 
 from pallas_kernels import default_implementation
+from prefix_jax.kv_store import measure_scales
 from prefix_jax.models.llama import Llama
 from prefix_jax.policies import POLICIES
 from prefix_jax.prefix_cache import PrefixCache
@@ -24,6 +26,7 @@ from prefix_jax.scheduler import Scheduler, StepPlan
 from prefix_jax.tokenizer import IncrementalDecoder, Tokenizer
 
 log = logging.getLogger(__name__)
+SAMPLE_TEXT = Path(__file__).parent / "data" / "system_prompt.txt"  # over which the range of K and V is measured
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,8 @@ class EngineConfig:
     page_size: positions in a page. num_pages: in the pool; None: what `memory_fraction` of the device leaves free.
     max_model_len: positions of prompt and output together; None: the model's. max_num_seqs: sequences running at once.
     max_num_batched_tokens: positions computed in one step. pin_fraction: of the pool, for declared prefixes. attention:
-    the implementation, by name. forest: read pages that running sequences share once for all of them. check: recount
-    the cache after every step, for debugging.
+    the implementation, by name. kv_dtype: "float8_e4m3fn" halves the bytes of K and V, at a loss. forest: read pages
+    that running sequences share once for all of them. check: recount the cache after every step, for debugging.
     """
 
     page_size: int = 16
@@ -47,6 +50,7 @@ class EngineConfig:
     schedule_policy: str = "fifo"
     pin_fraction: float = 0.5
     attention: str | None = None
+    kv_dtype: str | None = None
     forest: bool | None = None
     seed: int | None = 0
     check: bool = False
@@ -61,6 +65,8 @@ class EngineConfig:
         for name in ("memory_fraction", "pin_fraction"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be in (0, 1], got {getattr(self, name)!r}")
+        if self.kv_dtype not in (None, "float8_e4m3fn"):
+            raise ValueError(f'kv_dtype must be None, for the model\'s own, or "float8_e4m3fn", got {self.kv_dtype!r}')
         if self.schedule_policy not in POLICIES:
             raise ValueError(f"schedule_policy must be one of {', '.join(POLICIES)}, got {self.schedule_policy!r}")
 
@@ -81,6 +87,10 @@ class Engine:
         self.tokenizer = tokenizer
         self.eos_ids = frozenset(model.config.eos_ids) | (tokenizer.eos_ids if tokenizer else frozenset())
         attention = config.attention or default_implementation()
+        scales = None
+        if config.kv_dtype is not None:
+            scales = measure_scales(model, self._sample_tokens(model.config.vocab_size))
+            attention = "pallas" if attention == "pallas_hopper" else attention  # the kernel for Hopper takes one dtype
         on_gpu = attention in ("pallas", "pallas_hopper")
         self.max_model_len = min(config.max_model_len or model.config.max_position, model.config.max_position)
         self.max_num_batched_tokens = config.max_num_batched_tokens or (8192 if on_gpu else 512)
@@ -103,6 +113,7 @@ class Engine:
             num_pages=config.num_pages,
             memory_fraction=config.memory_fraction,
             attention=attention,
+            scales=scales,
             use_tqdm=use_tqdm,
         )
         self.warmup_seconds = time.monotonic() - started
@@ -115,6 +126,12 @@ class Engine:
         self.in_flight: InFlight | None = None
         self.recovering = False
         self._make_host_half()
+
+    def _sample_tokens(self, vocab_size: int) -> list[int]:
+        """Some text, or without a tokenizer any tokens."""
+        if self.tokenizer is None:
+            return np.random.default_rng(0).integers(0, vocab_size, 256).tolist()
+        return self.tokenizer.encode(SAMPLE_TEXT.read_text(encoding="utf-8"))[:512]
 
     def _make_host_half(self) -> None:
         config, num_pages = self.config, self.runner.num_pages

@@ -5,13 +5,17 @@ Slot = page * page_size + offset. Page 0 is scratch: padding writes there.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Int
 
-from prefix_jax.models.llama import KVStore, LlamaConfig
+from pallas_kernels import Scales, Tiles, paged_attention
+from pallas_kernels.qkv import LARGEST
+from prefix_jax.models.llama import KVStore, Llama, LlamaConfig
 
 MAX_ARRAY_BYTES = 4 * 2**30  # beyond, a kernel's offsets need 64 bits; 2 GiB for elements of one byte
 
@@ -31,6 +35,29 @@ def make_kv_store(config: LlamaConfig, num_pages: int, page_size: int, dtype: An
     """Zeroed slots of pages 0 (scratch) to `num_pages`, `[num_slots, Hkv, D]` each."""
     shape = ((num_pages + 1) * page_size, config.num_kv_heads, config.head_dim)
     return tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_layers))
+
+
+def measure_scales(model: Llama, tokens: Sequence[int]) -> tuple[Scales, ...]:
+    """For each layer and KV head what makes K and V fit into float8_e4m3fn with room to spare: twice their largest
+    values over these tokens, which see all before them."""
+    positions = jnp.arange(len(tokens), dtype=jnp.int32)
+
+    def attend(q: Array, k_slots: Array, v_slots: Array) -> Array:
+        tiles = Tiles(positions[:, None], jnp.zeros_like(positions), jnp.zeros_like(positions), positions + 1)
+        table = jnp.arange(len(tokens), dtype=jnp.int32)[None]
+        return paged_attention(q, k_slots, v_slots, positions, table, [tiles], page_size=1, implementation="xla")
+
+    @jax.jit
+    def run(state: Any, tokens: Array) -> KVStore:
+        store = make_kv_store(model.config, len(tokens) - 1, 1, model.dtype)
+        return nnx.merge(graph, state)(tokens, positions, positions, store, attend)[1]
+
+    graph, state = nnx.split(model)
+    largest = jax.tree.map(
+        lambda slots: jnp.maximum(2 * jnp.abs(slots.astype(jnp.float32)).max(axis=(0, 2)) / LARGEST, 1e-8),
+        run(state, jnp.asarray(tokens, jnp.int32)),
+    )
+    return tuple(Scales(k, v) for k, v in largest)
 
 
 def copy_pages(store: KVStore, sources: Int[Array, " n"], targets: Int[Array, " n"], *, page_size: int) -> KVStore:

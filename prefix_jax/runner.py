@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Int
 from tqdm import tqdm
 
-from pallas_kernels import Merge, Tiles, Tuning, paged_attention, tuning
+from pallas_kernels import Merge, Scales, Tiles, Tuning, paged_attention, tuning
 from prefix_jax import kv_store
 from prefix_jax.forest import Costs
 from prefix_jax.models.llama import KVStore, Llama, LlamaConfig
@@ -82,6 +82,7 @@ class Runner:
         num_pages: int | None,
         memory_fraction: float,
         attention: str,
+        scales: tuple[Scales, ...] | None = None,
         use_tqdm: bool = False,
     ):
         graph, state = nnx.split(model)
@@ -89,6 +90,8 @@ class Runner:
         self.graph = graph
         self.config = model.config
         self.dtype = model.dtype
+        self.scales = scales
+        self.kv_dtype = self.dtype if scales is None else jnp.dtype(jnp.float8_e4m3fn)
         self.batcher = batcher
         self.page_size = page_size
         self.attention = attention
@@ -99,7 +102,7 @@ class Runner:
 
     def reset(self) -> None:
         """Fresh device state, forgetting every page: at start, and after a step that failed."""
-        self.store = kv_store.make_kv_store(self.config, self.num_pages, self.page_size, self.dtype)
+        self.store = kv_store.make_kv_store(self.config, self.num_pages, self.page_size, self.kv_dtype)
         rows = self.batcher.max_num_seqs + 1
         self.page_table = jnp.zeros((rows, self.batcher.max_pages), jnp.int32)
         self.last_tokens = jnp.zeros(rows, jnp.int32)
@@ -115,7 +118,7 @@ class Runner:
             self.store = self._copy_pages(self.store, *np.concatenate([copies, padding]).T)
         run = self.steps[batch.bucket.name]
         self.store, self.page_table, self.last_tokens = run(
-            self.params, self.store, self.page_table, self.last_tokens, batch.packed
+            self.params, self.scales, self.store, self.page_table, self.last_tokens, batch.packed
         )
         self.last_tokens.copy_to_host_async()
         return self.last_tokens
@@ -127,10 +130,10 @@ class Runner:
     ) -> Any:
         """The step of one bucket over a store of `num_pages`, lowered but not compiled; for this device, or platforms,
         or the device of a sharding."""
-        make_store = functools.partial(kv_store.make_kv_store, self.config, num_pages, self.page_size, self.dtype)
-        params, store = jax.tree.map(
+        make_store = functools.partial(kv_store.make_kv_store, self.config, num_pages, self.page_size, self.kv_dtype)
+        params, scales, store = jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
-            (self.params, jax.eval_shape(make_store)),
+            (self.params, self.scales, jax.eval_shape(make_store)),
         )
         rows = self.batcher.max_num_seqs + 1
         int32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32, sharding=sharding)
@@ -148,7 +151,7 @@ class Runner:
         )
         jitted = jax.jit(step_of_bucket, donate_argnames=("store", "page_table"))
         traced = jitted.trace(
-            params, store, int32((rows, self.batcher.max_pages)), int32((rows,)), int32((bucket.packed_len,))
+            params, scales, store, int32((rows, self.batcher.max_pages)), int32((rows,)), int32((bucket.packed_len,))
         )
         return traced.lower(lowering_platforms=platforms)
 
@@ -161,8 +164,8 @@ class Runner:
     def _measure_num_pages(self, memory_fraction: float) -> int:
         """Pages for what is free: on a device that reports its memory, after the largest bucket ran over a store of one
         page; on a host, a tenth of its memory, or as much as all rows can use if that is less."""
-        page = kv_store.page_bytes(self.config, self.page_size, self.dtype)
-        limit = kv_store.max_pages(self.config, self.page_size, self.dtype) - 1
+        page = kv_store.page_bytes(self.config, self.page_size, self.kv_dtype)
+        limit = kv_store.max_pages(self.config, self.page_size, self.kv_dtype) - 1
         if not _memory_stats():
             free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * memory_fraction / 10
             limit = min(limit, self.batcher.max_num_seqs * self.batcher.max_pages)
@@ -172,7 +175,9 @@ class Runner:
             self.reset()
             batch = self.batcher.build(StepPlan(), largest)
             run = self.lower(largest, 1).compile()
-            jax.block_until_ready(run(self.params, self.store, self.page_table, self.last_tokens, batch.packed))
+            jax.block_until_ready(
+                run(self.params, self.scales, self.store, self.page_table, self.last_tokens, batch.packed)
+            )
             stats = _memory_stats()
             # Not the peak of the process: that counts what an earlier engine had, too.
             used = stats["bytes_in_use"] + run.memory_analysis().temp_size_in_bytes
@@ -204,6 +209,7 @@ class Runner:
 
 def step(
     params: list[Array],
+    scales: tuple[Scales, ...] | None,
     store: KVStore,
     page_table: Int[Array, "rows P"],
     last_tokens: Int[Array, " rows"],
@@ -234,7 +240,7 @@ def step(
         implementation=attention,
         configs=configs,
     )
-    hidden, store = model(tokens, position, slots, store, attend, attention)
+    hidden, store = model(tokens, position, slots, store, attend, attention, scales)
     with jax.named_scope("sample"):
         logits = model.logits(hidden[batch["sample_token"]])
         sampled = sample(logits, _sampling_rows(batch), implementation=attention)

@@ -41,7 +41,7 @@ def unstarted_runner() -> Runner:
     graph, state = nnx.split(Llama(CONFIG, dtype=jnp.bfloat16))
     runner.params, runner.param_tree = jax.tree.flatten(state)
     runner.graph, runner.config, runner.dtype = graph, CONFIG, jnp.dtype(jnp.bfloat16)
-    runner.page_size, runner.attention = 16, "pallas_hopper"
+    runner.page_size, runner.attention, runner.scales, runner.kv_dtype = 16, "pallas_hopper", None, runner.dtype
     runner.batcher = make_batcher(
         CONFIG, runner.dtype, runner.attention, page_size=16, max_num_seqs=64, max_num_batched_tokens=512,
         max_model_len=2048,

@@ -146,7 +146,7 @@ REFUSED = {
     },
     r"k_slots and v_slots must have one shape": lambda a: {"v_slots": a.v_slots[:-16]},
     r"query heads must be a multiple of KV heads, got 7 and 2": lambda a: {"q": a.q[:, :7]},
-    r"one float dtype, got bfloat16, float32": lambda a: {"q": a.q.astype(jnp.bfloat16)},
+    r"one float dtype, .*, got bfloat16, float32": lambda a: {"q": a.q.astype(jnp.bfloat16)},
     r"q must be \[T, Hq, D\]": lambda a: {"q": a.q[0]},
     r"positions must be \[T\] = \[10\], got \(9,\)": lambda a: {"positions": a.positions[1:]},
     r"positions must be int32, got float32": lambda a: {"positions": a.positions.astype(jnp.float32)},

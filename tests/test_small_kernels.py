@@ -10,6 +10,7 @@ from test_kernel_lowering import an_h200
 
 from pallas_kernels.norm import add_rms_norm
 from pallas_kernels.qkv import rotate_and_write
+from pallas_kernels.tiles import Scales
 
 TOLERANCE = {"float32": 1e-6, "bfloat16": 1e-2}
 IMPLEMENTATIONS = ["xla", "pallas_interpret"]
@@ -80,3 +81,20 @@ def test_they_lower_for_cuda_in_place(shape, dtype):
             text = traced.lower(lowering_platforms=("cuda",)).as_text()
             (call,) = (s for s in text.splitlines() if "triton_kernel_call" in s or "__gpu$xla.gpu.triton" in s)
             assert call.count("output_operand_alias<") == aliased or call.count("operand_index") == aliased
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_keys_and_values_in_one_byte_are_clipped_and_not_nan(implementation):
+    qkv, *rest, k_slots, v_slots = qkv_arrays(2, 4, 64, "float32")
+    k_slots, v_slots = k_slots.astype(jnp.float8_e4m3fn), v_slots.astype(jnp.float8_e4m3fn)
+    scales = Scales(jnp.array([0.01, 1e-4]), jnp.array([1e-4, 0.02]))  # the small ones are too small
+    q, k, v = rotate_and_write(qkv, *rest, k_slots, v_slots, scales, implementation=implementation)
+    plain_q, plain_k, plain_v = rotate_and_write(qkv, *rest, jnp.zeros(k.shape), jnp.zeros(v.shape))
+    np.testing.assert_allclose(q, plain_q, atol=1e-6)
+    written = np.array([3, 0, 7, 21])
+    for got, want, scale, fits in ((k, plain_k, scales.k, 0), (v, plain_v, scales.v, 1)):
+        got = np.asarray(got, np.float32)[written]
+        want = np.asarray(want)[written] / np.asarray(scale)[:, None]
+        assert np.abs(got).max() == 448
+        np.testing.assert_allclose(got, np.clip(want, -448, 448), rtol=2**-4, atol=2**-9)
+        assert np.abs(got[:, fits]).max() < 448

@@ -6,7 +6,7 @@ column, the axes a mesh can shard.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.norm import add_rms_norm
 from pallas_kernels.qkv import rotate_and_write
+from pallas_kernels.tiles import Scales
 
 Slots = Float[Array, "num_slots Hkv D"]
 KVStore = tuple[tuple[Slots, Slots], ...]
@@ -174,15 +175,18 @@ class LlamaLayer(nnx.Module):
         self.gate_up = new((width, 2, mlp_width))
         self.down = new((mlp_width, width))
 
-    def __call__(self, x, delta, phases, slots, k_slots, v_slots, attend: Attend, implementation: str):
+    def __call__(self, x, delta, phases, slots, k_slots, v_slots, scales, attend: Attend, implementation: str):
         """Takes and returns the residual stream in two parts, x and what is still to be added to it [T, E], and
         k_slots, v_slots; this step's K and V are written before `attend` reads."""
         norm = partial(add_rms_norm, eps=self.config.rms_norm_eps, implementation=implementation)
         with jax.named_scope("attention"):
             x, normed = norm(x, delta, self.input_norm[...])
             qkv = _product("te,ehgd->thgd", normed, self.qkv[...])  # [T, Hkv, G + 2, D]
-            q, k_slots, v_slots = rotate_and_write(qkv, *phases, slots, k_slots, v_slots, implementation=implementation)
-            attended = attend(q, k_slots, v_slots).reshape(x.shape[0], -1)
+            q, k_slots, v_slots = rotate_and_write(
+                qkv, *phases, slots, k_slots, v_slots, scales, implementation=implementation
+            )
+            scaled = {} if scales is None else {"scales": scales}
+            attended = attend(q, k_slots, v_slots, **scaled).reshape(x.shape[0], -1)
             delta = _product("th,he->te", attended, self.o[...])
         with jax.named_scope("mlp"):
             x, normed = norm(x, delta, self.post_norm[...])
@@ -211,11 +215,13 @@ class Llama(nnx.Module):
         kv_store: KVStore,
         attend: Attend,
         implementation: str = "xla",
+        scales: Sequence[Scales | None] | None = None,
     ) -> tuple[Float[Array, "T E"], KVStore]:
         """One step. Token t stands at `positions[t]`, its K and V go to `slots[t]` (one past the end: nowhere).
 
-        `attend(q [T, Hq, D], k_slots, v_slots) -> [T, Hq, D]` reads the slots of one layer. implementation: of the
-        small kernels, as of attention. Returns the final-normed hidden states and the store with this step written.
+        `attend(q [T, Hq, D], k_slots, v_slots) -> [T, Hq, D]` reads the slots of one layer, with `scales=` those of the
+        layer where there are any. implementation: of the small kernels, as of attention. Returns the final-normed
+        hidden states and the store with this step written.
         """
         x = self.embed[...][tokens]
         delta = jnp.zeros_like(x)
@@ -223,13 +229,15 @@ class Llama(nnx.Module):
         graphdef = nnx.graphdef(self.layers[0])
 
         @jax.jit  # traced once for all layers, which have one graphdef
-        def run_layer(state, x, delta, k_slots, v_slots):
+        def run_layer(state, x, delta, k_slots, v_slots, scales):
             layer = nnx.merge(graphdef, state)
-            return layer(x, delta, phases, slots, k_slots, v_slots, attend, implementation)
+            return layer(x, delta, phases, slots, k_slots, v_slots, scales, attend, implementation)
 
         written = []
-        for layer, (k_slots, v_slots) in zip(self.layers, kv_store, strict=True):
-            x, delta, k_slots, v_slots = run_layer(nnx.state(layer), x, delta, k_slots, v_slots)
+        for layer, (k_slots, v_slots), scale in zip(
+            self.layers, kv_store, scales or [None] * len(kv_store), strict=True
+        ):
+            x, delta, k_slots, v_slots = run_layer(nnx.state(layer), x, delta, k_slots, v_slots, scale)
             written.append((k_slots, v_slots))
         eps = self.config.rms_norm_eps
         return add_rms_norm(x, delta, self.norm[...], eps, implementation=implementation)[1], tuple(written)
