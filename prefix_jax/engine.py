@@ -37,7 +37,8 @@ class EngineConfig:
     max_model_len: positions of prompt and output together; None: the model's. max_num_seqs: sequences running at once.
     max_num_batched_tokens: positions computed in one step. pin_fraction: of the pool, for declared prefixes. attention:
     the implementation, by name. kv_dtype: "float8_e4m3fn" halves the bytes of K and V, at a loss. forest: read pages
-    that running sequences share once for all of them. check: recount the cache after every step, for debugging.
+    that running sequences share once for all of them. bitwise: attention whose bits depend on the sequence alone,
+    however it is chunked and whatever it shares; slower. check: recount the cache after every step, for debugging.
     """
 
     page_size: int = 16
@@ -52,6 +53,7 @@ class EngineConfig:
     attention: str | None = None
     kv_dtype: str | None = None
     forest: bool | None = None
+    bitwise: bool = False
     seed: int | None = 0
     check: bool = False
 
@@ -104,6 +106,7 @@ class Engine:
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             forest=config.forest,
+            bitwise=config.bitwise,
         )
         started = time.monotonic()
         self.runner = Runner(

@@ -24,7 +24,8 @@ class Costs:
     wide: of a position that a tile of many tokens reads; tile: of such a tile, whatever it reads. partial: of one
     partial result of a token, written and merged.
     launch: of attending in more launches than a plan without runs has. wide_rows: query tokens of a wide tile.
-    min_sequences: fewer that decode are not worth an executable that takes runs.
+    min_sequences: fewer that decode are not worth an executable that takes runs. step: runs end at multiples of so many
+    columns.
     """
 
     wide_rows: int
@@ -33,6 +34,7 @@ class Costs:
     partial: float
     launch: float
     min_sequences: int = 16
+    step: int = 1
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,9 @@ class Run:
 
 
 def shared_runs(
-    table: Int[np.ndarray, "chunks P"], limits: PerChunk
+    table: Int[np.ndarray, "chunks P"], limits: PerChunk, step: int = 1
 ) -> tuple[Int[np.ndarray, " n"], list[tuple[int, int, int, list[int]]]]:
-    """All maximal runs of equal leading columns, below each chunk's limit.
+    """All maximal runs of equal leading columns, below each chunk's limit, in multiples of `step` columns.
 
     Returns an order of the chunks that may share and, for each run, (begin, end, columns, children): the members are
     order[begin:end], they agree in columns [0, columns), and children are the indices of the runs inside it, which
@@ -66,11 +68,11 @@ def shared_runs(
     by_bytes = np.argsort(rows.view(np.dtype((np.void, 4 * width))).ravel())
     order, rows = order[by_bytes], rows[by_bytes]
     differs = rows[1:] != rows[:-1]
-    agreed = np.where(differs.any(axis=1), differs.argmax(axis=1), width).tolist()  # columns, with the next row
+    agreed = np.where(differs.any(axis=1), differs.argmax(axis=1), width)  # columns, with the next row
 
     runs: list[tuple[int, int, int, list[int]]] = []
     open_runs: list[tuple[int, int, list[int]]] = [(0, 0, [])]  # (columns, begin, children), ever deeper
-    for i, columns in enumerate([*agreed, 0]):
+    for i, columns in enumerate([*(agreed // step * step).tolist(), 0]):
         begin, child = i, None
         while open_runs[-1][0] > columns:
             depth, begin, children = open_runs.pop()
@@ -100,7 +102,7 @@ def choose_runs(
     table: each chunk's row. limits: its leading columns that any of its tokens may see whole. lengths: its tokens.
     """
     limits = np.where(lengths <= MAX_WIDE_TILES * costs.wide_rows, limits, 0)
-    order, runs = shared_runs(table, limits)
+    order, runs = shared_runs(table, limits, costs.step)
     tokens = lengths[order]
     narrow = tokens == 1
     alone = np.where(narrow, 1.0, costs.wide * -(-tokens // costs.wide_rows))  # cost of a position, in own tiles

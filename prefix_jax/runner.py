@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -23,6 +24,7 @@ from prefix_jax.sampler import SamplingRows, sample
 from prefix_jax.scheduler import StepPlan
 from prefix_jax.step_batch import Batcher, Bucket, StepBatch, Tiling, make_buckets
 
+FIXED_CUT = 512  # positions
 COPY_GROUP = 16  # page copies in one launch
 TILE_KINDS = {"decode": ("narrow",), "shared": ("own", "shared"), "mixed": ("narrow", "wide")}  # by kind of bucket
 CHANGE_GROUP = 4096  # page table changes in one launch, before the step
@@ -38,8 +40,10 @@ def make_batcher(
     max_num_batched_tokens: int,
     max_model_len: int,
     forest: bool | None = None,
+    bitwise: bool = False,
 ) -> Batcher:
-    """Buckets and tiles that suit the model and the implementation of attention."""
+    """Buckets and tiles that suit the model and the implementation of attention; bitwise: such that a row's bits depend
+    on its sequence alone."""
     on_gpu = attention in ("pallas", "pallas_hopper")
     narrow, wide, shared = (
         tile_tuning(kind, config, dtype, attention, page_size) for kind in ("narrow", "wide", "shared")
@@ -47,10 +51,21 @@ def make_batcher(
     programs = (narrow.programs, wide.programs, shared.programs) if attention.startswith("pallas") else ()
     costs = shared_costs(config, dtype, wide.rows) if forest or (forest is None and on_gpu) else None
     tiling = Tiling(wide.rows, *programs, costs=costs)
+    if bitwise:
+        whole_pages = math.lcm(FIXED_CUT, page_size)
+        fixed = -(-max_model_len // (16 * whole_pages)) * whole_pages
+        if costs is not None:
+            costs = Costs(wide.rows, wide=1.0, tile=0.0, partial=0.0, launch=0.0, step=fixed // page_size)
+        tiling = Tiling(wide.rows, max_splits=-(-max_model_len // fixed), costs=costs, fixed=fixed)
     # A CPU compiles slowly and minds padding less between buckets, but its smallest step should be small.
     sizes = {"step": 2, "smallest": 64} if on_gpu else {"step": 8, "smallest": 16}
     buckets = make_buckets(max_num_seqs, max_num_batched_tokens, config.num_kv_heads, tiling, **sizes)
     return Batcher(buckets, max_num_seqs, -(-max_model_len // page_size), page_size, costs)
+
+
+def tile_kinds(bucket: Bucket) -> tuple[str, ...]:
+    """What kind of tile each of the bucket's lists has."""
+    return ("shared",) if bucket.shapes[0].rows > 1 else TILE_KINDS[bucket.kind]
 
 
 def tile_tuning(kind: str, config: LlamaConfig, dtype: Any, attention: str, page_size: int) -> Tuning:
@@ -146,7 +161,7 @@ class Runner:
             attention=self.attention,
             configs=[
                 tile_tuning(kind, self.config, self.dtype, self.attention, self.page_size).config
-                for kind in TILE_KINDS[bucket.kind]
+                for kind in tile_kinds(bucket)
             ],
         )
         jitted = jax.jit(step_of_bucket, donate_argnames=("store", "page_table"))

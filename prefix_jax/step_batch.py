@@ -26,7 +26,11 @@ class Tiling:
     """What the attention implementation wants of a plan. wide_rows: query tokens in a wide tile. narrow_programs,
     wide_programs: how many (tile, KV head) programs fill the device; with fewer, ranges are cut. 0: never cut.
     shared_programs: the same for wide tiles that run beside narrow ones. costs: of tiles that read pages for several
-    chunks; None: every chunk reads all of its own."""
+    chunks; None: every chunk reads all of its own.
+
+    fixed: where not 0, all tiles are wide and cut at its multiples, of which a sequence has at most max_splits, so that
+    a row's bits depend on its sequence alone.
+    """
 
     wide_rows: int
     narrow_programs: int = 0
@@ -34,6 +38,7 @@ class Tiling:
     shared_programs: int = 0
     max_splits: int = 32
     costs: Costs | None = None
+    fixed: int = 0
 
     def splits(self, programs: int, tiles: int, num_kv_heads: int) -> int:
         return max(1, min(self.max_splits, programs // (tiles * num_kv_heads)))
@@ -44,7 +49,7 @@ class Bucket:
     """A padded shape that is compiled: up to `num_tokens` tokens, of which up to `num_samples` yield a token.
 
     kind: "decode" takes chunks of one token, "shared" these and tiles of pages that they share, "mixed" any chunks.
-    shapes: of the narrow tiles and, but for "decode", the wide ones.
+    shapes: of the narrow tiles and, but for "decode", the wide ones; or where all tiles are wide, of these alone.
     """
 
     kind: str
@@ -115,13 +120,21 @@ def make_buckets(
     one before. On a GPU a step costs its weights at least, so that mixed ones below 64 are not worth an executable."""
     decode = _sizes(1, min(max_num_seqs, max_num_batched_tokens), step)
     mixed = _sizes(smallest, max_num_batched_tokens, step) if max_num_batched_tokens > 1 else []
-    shared = [t for t in decode if t >= tiling.costs.min_sequences] if tiling.costs else []
+    shared = [t for t in decode if tiling.costs and t >= tiling.costs.min_sequences and not tiling.fixed]
     kinds = [("decode", t) for t in decode] + [("shared", t) for t in shared] + [("mixed", t) for t in mixed]
     return [_make_bucket(kind, t, min(t, max_num_seqs), num_kv_heads, tiling) for kind, t in kinds]
 
 
 def _make_bucket(kind: str, num_tokens: int, samples: int, num_kv_heads: int, tiling: Tiling) -> Bucket:
     rows, costs = tiling.wide_rows, tiling.costs if kind != "decode" else None
+    if tiling.fixed:
+        # Shared tiles take the places of own ones, and a token's ranges are as many either way.
+        tiles = (samples + (num_tokens // rows if kind == "mixed" else 0)) * tiling.max_splits
+        partials = num_tokens * tiling.max_splits
+        room = {"partials": partials, "shared_tiles": tiles, "shared_partials": partials}
+        return Bucket(
+            kind, num_tokens, samples, (TileShape(tiles, rows, tiling.max_splits, fixed=tiling.fixed, **room),)
+        )
     splits = tiling.splits(tiling.narrow_programs, samples, num_kv_heads)
     shapes = [TileShape(samples * splits, 1, splits, partials=samples * splits if splits > 1 or costs else 0)]
     shared = {}
@@ -175,6 +188,7 @@ class Batcher:
         self.max_pages = max_pages
         self.page_size = page_size
         self.costs = costs
+        self.has_shared = any(bucket.kind == "shared" for bucket in buckets)
         self.temperature = np.zeros(max_num_seqs, np.float32)
         self.top_k = np.zeros(max_num_seqs, np.int32)
         self.top_p = np.ones(max_num_seqs, np.float32)
@@ -189,7 +203,7 @@ class Batcher:
 
     def bucket_of(self, num_chunks: int, num_tokens: int, shares: bool = False) -> Bucket:
         """The smallest bucket that takes such a plan; `shares`: with tiles for shared pages."""
-        kind = "mixed" if num_chunks < num_tokens else "shared" if shares else "decode"
+        kind = "mixed" if num_chunks < num_tokens else "shared" if shares and self.has_shared else "decode"
         return next(bucket for bucket in self.buckets if bucket.kind == kind and bucket.num_tokens >= num_tokens)
 
     def build(self, plan: StepPlan, bucket: Bucket | None = None) -> StepBatch:

@@ -28,7 +28,8 @@ MIN_SHARED_RANGE = 256  # positions; below, a partial result costs more than a f
 @dataclass(frozen=True)
 class TileShape:
     """The capacity of one tile list: up to `tiles` tiles of `rows` query tokens, each range cut into at most `splits`
-    ranges of at least `min_range` positions; the last one may be shorter. partials: room for results of cut tokens.
+    ranges of at least `min_range` positions; the last one may be shorter. fixed: where not 0, ranges are cut at its
+    multiples instead. partials: room for results of cut tokens.
 
     shared_tiles, shared_partials: what of these is kept for ranges that chunks share. fill: tiles that fill the device,
     which such ranges are cut into.
@@ -38,6 +39,7 @@ class TileShape:
     rows: int
     splits: int = 1
     min_range: int = 128
+    fixed: int = 0
     partials: int = 0
     shared_tiles: int = 0
     shared_partials: int = 0
@@ -139,6 +141,8 @@ def _pieces(runs: Sequence[Run], lengths: PerChunk, wide: TileShape, page_size: 
     """Into how many ranges each run is cut: as many as fill the device once, if they and their results fit."""
     tokens = np.array([lengths[run.members].sum() for run in runs])
     size = np.array([run.last - run.first for run in runs]) * page_size
+    if wide.fixed:
+        return size // wide.fixed
     tiles = -(-tokens // wide.rows)
     longest = max(MIN_SHARED_RANGE, page_size, int(tiles @ size) // wide.fill)
     while True:
@@ -202,10 +206,11 @@ def _cut_ranges(
     row: PerTile, begin: PerTile, end: PerTile, first: PerTile, count: PerTile, num_ranges: Int[np.ndarray, " T"],
     shape: TileShape,
 ) -> _Ranges:  # fmt: skip
-    """Cuts long ranges, by their length alone; counts them in `num_ranges`."""
+    """Cuts long ranges, by their length alone or at fixed places; counts them in `num_ranges`."""
     length = end - begin
     splits = np.clip(length // shape.min_range, 1, shape.splits)
     size = -(-length // (splits * RANGE_STEP)) * RANGE_STEP
+    size = np.full_like(size, shape.fixed) if shape.fixed else size
     splits = -(-length // size)
     tile = np.repeat(np.arange(len(row)), splits)
     piece = _within(splits)
