@@ -63,10 +63,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--implementation", default=default_implementation())
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--dtypes", nargs="+", default=list(TOLERANCE), choices=TOLERANCE)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     args = parser.parse_args()
-    cases = [(case, dtype) for case in CASES for dtype in ("float32", "bfloat16")]
-    cases += [(case, dtype) for case in HOPPER_CASES for dtype in ("bfloat16", "float16")]
+    cases = [(case, dtype) for case in CASES for dtype in args.dtypes]
+    cases += [(case, dtype) for case in HOPPER_CASES for dtype in args.dtypes if dtype != "float32"]
     faults = 0
     with ThreadPoolExecutor(args.threads) as pool:
         results = pool.map(lambda c: check(*c, args.implementation, args.seed), cases)

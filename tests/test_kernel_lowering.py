@@ -41,8 +41,9 @@ def test_the_kernel_lowers_for_cuda_in_place(case, dtype):
     with an_h200():
         text = traced(case, jnp.dtype(dtype), "pallas").lower(lowering_platforms=("cuda",)).as_text()
     calls = [line for line in text.splitlines() if "triton_kernel_call" in line or "__gpu$xla.gpu.triton" in line]
+    in_place = ["output_operand_alias" in call for call in calls]
     assert len(calls) >= 1
-    assert all("output_operand_alias" in call for call in calls), "every launch writes in place"
+    assert in_place.count(False) == case.beside, "but for lists of cut tokens alone every launch writes in place"
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "rocm", "tpu"])
