@@ -21,8 +21,9 @@ from prefix_jax.policies import POLICIES
 from prefix_jax.prefix_cache import PrefixCache
 from prefix_jax.prefix_pool import PrefixPool
 from prefix_jax.request import CompletionOutput, Request, RequestMetrics, RequestOutput, Sequence
-from prefix_jax.runner import Runner, make_batcher
+from prefix_jax.runner import Runner
 from prefix_jax.scheduler import Scheduler, StepPlan
+from prefix_jax.tiling import make_batcher
 from prefix_jax.tokenizer import IncrementalDecoder, Tokenizer
 
 log = logging.getLogger(__name__)

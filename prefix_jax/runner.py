@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -16,69 +15,16 @@ from flax import nnx
 from jaxtyping import Array, Int
 from tqdm import tqdm
 
-from pallas_kernels import Merge, Scales, Tiles, Tuning, paged_attention, tuning
+from pallas_kernels import Merge, Scales, Tiles, paged_attention
 from prefix_jax import kv_store
-from prefix_jax.forest import Costs
-from prefix_jax.models.llama import KVStore, Llama, LlamaConfig
+from prefix_jax.models.llama import KVStore, Llama
 from prefix_jax.sampler import SamplingRows, sample
 from prefix_jax.scheduler import StepPlan
-from prefix_jax.step_batch import Batcher, Bucket, StepBatch, Tiling, make_buckets
+from prefix_jax.step_batch import Batcher, Bucket, StepBatch
+from prefix_jax.tiling import tile_configs
 
-FIXED_CUT = 512  # positions
 COPY_GROUP = 16  # page copies in one launch
-TILE_KINDS = {"decode": ("narrow",), "shared": ("own", "shared"), "mixed": ("narrow", "wide")}  # by kind of bucket
 CHANGE_GROUP = 4096  # page table changes in one launch, before the step
-
-
-def make_batcher(
-    config: LlamaConfig,
-    dtype: Any,
-    attention: str,
-    *,
-    page_size: int,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    max_model_len: int,
-    forest: bool | None = None,
-    bitwise: bool = False,
-) -> Batcher:
-    """Buckets and tiles that suit the model and the implementation of attention; bitwise: such that a row's bits depend
-    on its sequence alone."""
-    on_gpu = attention in ("pallas", "pallas_hopper")
-    narrow, wide, shared = (
-        tile_tuning(kind, config, dtype, attention, page_size) for kind in ("narrow", "wide", "shared")
-    )
-    programs = (narrow.programs, wide.programs, shared.programs) if attention.startswith("pallas") else ()
-    costs = shared_costs(config, dtype, wide.rows) if forest or (forest is None and on_gpu) else None
-    tiling = Tiling(wide.rows, *programs, costs=costs)
-    if bitwise:
-        whole_pages = math.lcm(FIXED_CUT, page_size)
-        fixed = -(-max_model_len // (16 * whole_pages)) * whole_pages
-        if costs is not None:
-            costs = Costs(wide.rows, wide=1.0, tile=0.0, partial=0.0, launch=0.0, step=fixed // page_size)
-        tiling = Tiling(wide.rows, max_splits=-(-max_model_len // fixed), costs=costs, fixed=fixed)
-    # A CPU compiles slowly and minds padding less between buckets, but its smallest step should be small.
-    sizes = {"step": 2, "smallest": 64} if on_gpu else {"step": 8, "smallest": 16}
-    buckets = make_buckets(max_num_seqs, max_num_batched_tokens, config.num_kv_heads, tiling, **sizes)
-    return Batcher(buckets, max_num_seqs, -(-max_model_len // page_size), page_size, costs)
-
-
-def tile_kinds(bucket: Bucket) -> tuple[str, ...]:
-    """What kind of tile each of the bucket's lists has."""
-    return ("shared",) if bucket.shapes[0].rows > 1 else TILE_KINDS[bucket.kind]
-
-
-def tile_tuning(kind: str, config: LlamaConfig, dtype: Any, attention: str, page_size: int) -> Tuning:
-    return tuning(kind, config.group_size, config.head_dim, dtype, implementation=attention, page_size=page_size)
-
-
-def shared_costs(config: LlamaConfig, dtype: Any, wide_rows: int) -> Costs:
-    """Measured on an H200 with 4 KiB of K and V a position. A narrow tile takes 0.58 ns of the whole device for one,
-    from the second-level cache if others read it too; a wide one, bound by its products, 1.5 ns and 0.12 µs besides its
-    positions. A partial result is 2 G times as large as a position, and three launches a layer instead of one take 6 µs
-    more."""
-    position_bytes = 2 * config.num_kv_heads * config.head_dim * jnp.dtype(dtype).itemsize
-    return Costs(wide_rows, 2.6, tile=200.0, partial=2.8 * config.group_size, launch=42e6 / position_bytes)
 
 
 class Runner:
@@ -159,10 +105,7 @@ class Runner:
             bucket=bucket,
             page_size=self.page_size,
             attention=self.attention,
-            configs=[
-                tile_tuning(kind, self.config, self.dtype, self.attention, self.page_size).config
-                for kind in tile_kinds(bucket)
-            ],
+            configs=tile_configs(bucket, self.config, self.dtype, self.attention, self.page_size),
         )
         jitted = jax.jit(step_of_bucket, donate_argnames=("store", "page_table"))
         traced = jitted.trace(

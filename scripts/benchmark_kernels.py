@@ -23,9 +23,10 @@ from results import Figure, device_name, write_results
 from pallas_kernels import Config, HopperConfig, default_implementation, paged_attention
 from prefix_jax.forest import choose_runs
 from prefix_jax.models.llama import LlamaConfig
-from prefix_jax.runner import batch_merge, batch_tiles, make_batcher, tile_kinds, tile_tuning
+from prefix_jax.runner import batch_merge, batch_tiles
 from prefix_jax.step_batch import Batcher, Bucket
 from prefix_jax.tile_plan import tile_plan
+from prefix_jax.tiling import make_batcher, tile_configs
 
 PAGE_SIZE = 16
 NUM_LAYERS, CALLS, RUNS = 4, 16, 6  # CALLS attentions in one executable, RUNS of these behind one another
@@ -166,8 +167,7 @@ def prepare(works: Sequence[Work], implementation: str) -> list[Prepared]:
         position = np.zeros(bucket.num_tokens, np.int32)
         ends = np.cumsum(work.lengths)
         position[: ends[-1]] = np.arange(ends[-1]) + np.repeat(work.starts - ends + work.lengths, work.lengths)
-        kinds = tile_kinds(bucket)
-        configs = tuple(tile_tuning(kind, key[1], jnp.bfloat16, implementation, PAGE_SIZE).config for kind in kinds)
+        configs = tuple(tile_configs(bucket, key[1], jnp.bfloat16, implementation, PAGE_SIZE))
         shape = Shape(bucket, key[1], configs, *table.shape, num_slots[key[1]])
         prepared.append(Prepared(work, shape, tuple(map(jnp.asarray, (packed, position, table)))))
     return prepared

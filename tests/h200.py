@@ -18,7 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import tuning
 from prefix_jax.models.llama import Llama, LlamaConfig
-from prefix_jax.runner import Runner, make_batcher
+from prefix_jax.runner import Runner
+from prefix_jax.tiling import make_batcher
 
 H200 = """gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
