@@ -200,6 +200,7 @@ class Batcher:
         self.owners: list[Sequence | None] = [None] * self.max_num_seqs
         self.kept_for: tuple[bytes, bytes] | None = None  # rows and lengths whose runs are kept
         self.runs: list[Run] = []
+        self.covered = np.zeros(self.max_num_seqs, np.int64)  # columns of each row that lie in kept runs
 
     def bucket_of(self, num_chunks: int, num_tokens: int, shares: bool = False) -> Bucket:
         """The smallest bucket that takes such a plan; `shares`: with tiles for shared pages."""
@@ -245,9 +246,13 @@ class Batcher:
         if self.costs is None or len(rows) < 2:
             return []
         key = rows.tobytes(), lengths.tobytes()
-        _, column, page = changes
-        if key == self.kept_for and not ((self.page_table[:, column] == page).sum(axis=0) > 1).any():
-            return self.runs
+        row, column, _ = changes
+        if key == self.kept_for and not (column < self.covered[row]).any():
+            filled = (starts % self.page_size == 0) & (starts > 0)  # pages that the rows now see whole
+            row = np.concatenate([row, rows[filled]])
+            column = np.concatenate([column, starts[filled] // self.page_size - 1])
+            if not ((self.page_table[:, column] == self.page_table[row, column]).sum(axis=0) > 1).any():
+                return self.runs
         num_tokens = int(lengths.sum())
         decode = num_tokens == len(rows)
         if decode and num_tokens < self.costs.min_sequences:
@@ -264,6 +269,9 @@ class Batcher:
         )
         if decode and sum(run.gain for run in self.runs) < self.costs.launch:
             self.runs = []
+        self.covered[:] = 0
+        for run in self.runs:
+            self.covered[rows[run.members]] = run.last
         self.kept_for = key
         return self.runs
 

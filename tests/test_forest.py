@@ -1,14 +1,16 @@
 """Runs of shared pages against all pairs of rows; plans with shared tiles against a count of each (token, position)."""
 
 import dataclasses
+import random
 
 import numpy as np
 import pytest
+from fake_device import FakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefix_jax.forest import Costs, choose_runs, shared_runs
-from prefix_jax.step_batch import Bucket, Tiling, make_buckets
+from prefix_jax.step_batch import Batcher, Bucket, Tiling, make_buckets
 from prefix_jax.tile_plan import RANGE_STEP, TilePlan, tile_plan
 
 EAGER = Costs(4, wide=1.1, tile=0.0, partial=0.0, launch=0.0, min_sequences=2)
@@ -225,3 +227,50 @@ def test_chunks_that_fill_their_own_tiles_share_nothing():
     costs = dataclasses.replace(H200, tile=0.0, partial=0.0)
     (run,) = choose_runs(table, np.full(6, 64), lengths, costs=costs, **ROOM)
     assert run.members.tolist() == [0, 1, 2, 3, 4]
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=40, deadline=None)
+def test_kept_runs_are_what_a_fresh_look_finds(seed):
+    """Sequences that share prefixes come, decode, end, are preempted and replaced in their rows; what was kept from the
+    step before is never another's."""
+    rng = random.Random(seed)
+    engine = FakeEngine(rng.choice([24, 60]), budget=24, num_seqs=5, max_len=40)
+    costs = Costs(4, wide=0.4, tile=0.0, partial=0.0, launch=0.0, min_sequences=2)
+    engine.batcher = Batcher(make_buckets(5, 24, 1, Tiling(4, costs=costs)), 5, 10, page_size=4, costs=costs)
+    engine.device.batcher = engine.batcher
+    build, seen = engine.batcher.build, []
+
+    def watch(plan):
+        batch = build(plan)
+        table = np.zeros((len(plan.chunks), 10), np.int32)
+        for i, chunk in enumerate(plan.chunks):
+            pages = chunk.sequence.table.pages
+            table[i, : len(pages)] = pages
+        runs = engine.batcher.runs if batch.bucket.kind != "decode" and len(plan.chunks) > 1 else []
+        for run in runs:
+            assert (table[run.members, : run.last] == table[run.members[0], : run.last]).all()
+            assert all(run.last * 4 <= plan.chunks[i].start for i in run.members)
+        if plan.num_tokens == len(plan.chunks) > 1:
+            room = engine.batcher.bucket_of(len(table), len(table), shares=True).shapes[-1]
+            fresh = choose_runs(
+                table, np.array([chunk.start // 4 for chunk in plan.chunks]), np.ones(len(table), int), page_size=4,
+                costs=costs, max_tiles=room.shared_tiles, max_partials=room.shared_partials,
+            )  # fmt: skip
+            assert [(r.members.tolist(), r.first, r.last) for r in runs] == [
+                (r.members.tolist(), r.first, r.last) for r in fresh
+            ]
+            seen.append(len(runs))
+        return batch
+
+    engine.batcher.build = watch
+    stems = [[rng.randrange(5) for _ in range(16)] for _ in range(2)]
+    for _ in range(12):
+        prompt = rng.choice(stems)[: rng.choice([4, 8, 12, 16])] + [
+            rng.randrange(5) for _ in range(rng.randrange(1, 4))
+        ]
+        engine.add(prompt, max_tokens=rng.randrange(1, 16))
+        for _ in range(rng.randrange(4)):
+            engine.step()
+    engine.run(400)
+    assert any(seen)
