@@ -9,6 +9,7 @@ from fake_device import FakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prefix_jax.forest import Costs
 from prefix_jax.prefix_cache import PrefixCache
 from prefix_jax.request import Request, SamplingParams, Sequence
 from prefix_jax.scheduler import Chunk, StepPlan
@@ -187,3 +188,43 @@ def test_the_device_always_knows_the_pages_of_what_it_computes(seed, page_size, 
     engine.check_outputs()
     if page_size == 1 and budget == 3:
         assert any(overflowed)
+
+
+def sharing_layout():
+    """Four sequences that decode over three shared pages of four positions, and a layout that takes any run for worth it."""
+    costs = Costs(4, wide=0.5, tile=0.0, partial=0.0, launch=0.0, min_sequences=2)
+    layout = Layout(num_seqs=5, tiling=Tiling(4, costs=costs))
+    layout.batcher = Batcher(layout.batcher.buckets, 5, 16, page_size=4, costs=costs)
+    sequences = [layout.sequence(range(14 + row), row) for row in range(4)]
+    for sequence in sequences[1:]:
+        sequence.table.pages[:3] = sequences[0].table.pages[:3]
+    return layout, sequences
+
+
+def readers_of_shared_tiles(batch, views) -> list[int]:
+    if batch.bucket.kind != "shared":
+        return []
+    tokens = views["wide.token"][views["wide.end"] > views["wide.start"]].ravel().tolist()
+    return sorted(token for token in tokens if token < batch.bucket.num_tokens)
+
+
+def test_a_row_that_changes_hands_leaves_the_runs_of_the_row():
+    """The new sequence's only token is the last of its prompt: the step looks like the one before."""
+    layout, sequences = sharing_layout()
+    step = lambda: layout.build(*(chunk(s, 13 + s.row, 1) for s in sequences))  # noqa: E731
+    assert readers_of_shared_tiles(*step()) == [0, 1, 2, 3]
+    assert readers_of_shared_tiles(*step()) == [0, 1, 2, 3]
+    sequences[3] = layout.sequence(range(100, 117), 3)
+    batch, views = step()
+    assert readers_of_shared_tiles(batch, views) == [0, 1, 2]
+    assert views["narrow.start"][:4].tolist() == [12, 12, 12, 0]
+
+
+def test_a_row_joins_a_run_when_it_comes_to_see_its_pages_whole():
+    layout, sequences = sharing_layout()
+    late = layout.sequence(range(13), 4)
+    late.table.pages[:3] = sequences[0].table.pages[:3]
+    for position in (2, 3, 4, 5):  # from 4 on its first page lies behind it
+        chunks = [chunk(s, 13 + s.row, 1) for s in sequences]
+        batch, views = layout.build(*chunks, chunk(late, position, 1))
+        assert readers_of_shared_tiles(batch, views).count(4) == (position >= 4)
