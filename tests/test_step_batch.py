@@ -191,7 +191,7 @@ def test_the_device_always_knows_the_pages_of_what_it_computes(seed, page_size, 
 
 
 def sharing_layout():
-    """Four sequences that decode over three shared pages of four positions, and a layout that takes any run for worth it."""
+    """Four sequences that decode over three shared pages of four positions; any run is taken for worth a tile."""
     costs = Costs(4, wide=0.5, tile=0.0, partial=0.0, launch=0.0, min_sequences=2)
     layout = Layout(num_seqs=5, tiling=Tiling(4, costs=costs))
     layout.batcher = Batcher(layout.batcher.buckets, 5, 16, page_size=4, costs=costs)
