@@ -126,7 +126,7 @@ def choose_runs(
         tiles = -(-num_tokens // costs.wide_rows)
         gain = (columns - first) * page_size * (apart[i] - best[i]) - num_tokens * costs.partial - tiles * costs.tile
         if gain > 0:
-            chosen.append((gain, i, first))
+            chosen.append((gain, i))
             covered[begin:end] = columns
     return _what_fits(order, runs, chosen, tokens_before, costs, max_tiles, max_partials)
 
@@ -134,16 +134,16 @@ def choose_runs(
 def _what_fits(order, runs, chosen, tokens_before, costs, max_tiles, max_partials) -> list[Run]:
     """The most gainful runs that fit; what an outer run would have covered, those inside it cover then."""
     kept = set()
-    for gain, i, _ in sorted(chosen, reverse=True):
+    for _, i in sorted(chosen, reverse=True):
         num_tokens = tokens_before[runs[i][1]] - tokens_before[runs[i][0]]
         tiles = -(-num_tokens // costs.wide_rows)
-        if gain > 0 and tiles <= max_tiles and num_tokens <= max_partials:
+        if tiles <= max_tiles and num_tokens <= max_partials:
             kept.add(i)
             max_tiles -= tiles
             max_partials -= num_tokens
     covered = np.zeros(len(order), np.int64)
     result = []
-    for gain, i, _ in chosen:
+    for gain, i in chosen:
         if i in kept:
             begin, end, columns, _ = runs[i]
             result.append(Run(np.sort(order[begin:end]), int(covered[begin]), columns, gain))

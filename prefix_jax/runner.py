@@ -113,11 +113,12 @@ class Runner:
         )
         return traced.lower(lowering_platforms=platforms)
 
-    def _compile(self, bucket: Bucket) -> Any:
-        """XLA's own matrix products beat the library's for a few tokens, and lose against it from some 32 on."""
+    def compile(self, bucket: Bucket, num_pages: int) -> Any:
+        """The step of one bucket over a store of `num_pages`, for this device."""
+        # XLA's own matrix products beat the library's for a few tokens, and lose against it from some 32 on.
         by_library = self.attention in ("pallas", "pallas_hopper") and bucket.num_tokens >= 32
         options = {"xla_gpu_enable_triton_gemm": False} if by_library else None
-        return self.lower(bucket, self.num_pages).compile(compiler_options=options)
+        return self.lower(bucket, num_pages).compile(compiler_options=options)
 
     def _measure_num_pages(self, memory_fraction: float) -> int:
         """Pages for what is free: on a device that reports its memory, after the largest bucket ran over a store of one
@@ -132,7 +133,7 @@ class Runner:
             self.num_pages = 1
             self.reset()
             batch = self.batcher.build(StepPlan(), largest)
-            run = self.lower(largest, 1).compile()
+            run = self.compile(largest, 1)
             jax.block_until_ready(
                 run(self.params, self.scales, self.store, self.page_table, self.last_tokens, batch.packed)
             )
@@ -157,7 +158,7 @@ class Runner:
         self._change_pages = jit(change_pages).lower(self.page_table, *pair).compile()
         buckets = self.batcher.buckets
         with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
-            compiled = {pool.submit(self._compile, bucket): bucket for bucket in buckets}
+            compiled = {pool.submit(self.compile, bucket, self.num_pages): bucket for bucket in buckets}
             for future in tqdm(as_completed(compiled), "compiling", len(buckets), unit="bucket", disable=not use_tqdm):
                 self.steps[compiled[future].name] = future.result()
         for bucket in buckets:

@@ -12,7 +12,8 @@ from prefix_jax.weights import load_model, read_config
 FP8 = {"kv_dtype": "float8_e4m3fn"}
 
 
-def test_the_store_is_half_as_large_and_the_cache_is_hit_as_ever():
+def test_answers_from_the_cache_are_the_first_ones():
+    """A fresh prompt reads what it computed, a hit what was stored, and both differ: TensorRT-LLM#2699 (C09)."""
     llm = make_llm(**TINY, **FP8)
     for slots in llm.engine.runner.store[0]:
         assert slots.dtype == jnp.float8_e4m3fn
@@ -24,6 +25,9 @@ def test_the_store_is_half_as_large_and_the_cache_is_hit_as_ever():
     assert cached_of(again) == [ideal.hits(prompt) for prompt in family(0)]
     forget(llm)
     assert tokens_of(generate(llm, family(0)[:3], greedy(6))) == tokens_of(first)[:3]
+    uncached = make_llm(**TINY, **FP8, enable_prefix_caching=False)
+    for _ in range(2):
+        assert tokens_of(generate(uncached, family(0), greedy(6))) == tokens_of(first)
 
 
 def test_scales_leave_room_above_the_largest_value(default_model):
