@@ -38,8 +38,8 @@ def test_a_step_compiled_for_an_h200(bucket, num_graphs, tmp_path):
     small, large = json.loads(done.stdout.splitlines()[-1])[bucket]["temporary"]
     assert small == large, "temporary memory does not grow with the number of pages"
     spilled = dict(re.findall(r"in function '(\w+)', (\d+) bytes spill stores", done.stderr))
-    assert all(int(size) <= 44 for size in spilled.values()), spilled
-    assert all(name.startswith("tile_attention_32") or name.endswith("mosaic_gpu_kernel") for name in spilled), spilled
+    allowed = {"tile_attention_32": 44, "hopper_attention_32_mosaic_gpu_kernel": 108, "new_body_mosaic_gpu_kernel": 108}
+    assert all(int(size) <= allowed.get(name, 0) for name, size in spilled.items()), spilled
     sequences = list(tmp_path.glob("*thunk_sequence_after_thunk_passes.txt"))
     assert sequences, "XLA says how it launches"
     for path in sequences:
