@@ -12,6 +12,7 @@ import jax
 import pytest
 
 HERE = Path(__file__).parent
+MIXED_GRAPHS = 1 if jax.__version_info__ >= (0, 12) else 3  # before, XLA leaves Mosaic's kernels out: one in each layer
 WHEELS = Path(sys.prefix) / "h200"  # jax-cuda13-plugin and jax-cuda13-pjrt, where `make test` puts them
 
 
@@ -26,11 +27,11 @@ def run_apart(script: str, *arguments: str, **env: str) -> subprocess.CompletedP
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("bucket", "num_graphs"), [("decode_1", 1), ("decode_64", 1), ("shared_64", 1), ("mixed_512", 3)]
+    ("bucket", "num_graphs"), [("decode_1", 1), ("decode_64", 1), ("shared_64", 1), ("mixed_512", MIXED_GRAPHS)]
 )
 def test_a_step_compiled_for_an_h200(bucket, num_graphs, tmp_path):
-    """No K or V is copied. The step is one CUDA graph, but that XLA leaves the kernel for Hopper of mixed steps out of
-    it, once in each of two layers. No register is spilled, but for a few, around the loop, of tiles of 128 rows."""
+    """No K or V is copied, the step is one CUDA graph, and no register is spilled, but for a few of tiles of 128 rows,
+    around their loop."""
     if not (WHEELS / "jax_plugins").is_dir() and importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
         pytest.skip(f"the wheels jax-cuda13-plugin and jax-cuda13-pjrt are not at hand: no folder {WHEELS}")
     flags = f"--xla_dump_to={tmp_path} --xla_dump_hlo_module_re=.*step.*"
