@@ -45,6 +45,7 @@ class Work:
     head_dim: int = 128
     forest: bool = True
     level: int | None = None  # only rows that agree in so many columns share, and no more than these
+    one_list: bool = False  # own ranges in wide tiles too, all in one launch
 
     @property
     def config(self) -> LlamaConfig:
@@ -84,6 +85,10 @@ class Work:
             if num_tokens == len(self.table) and sum(run.gain for run in runs) < costs.launch:
                 runs = []
         bucket = batcher.bucket_of(len(self.table), num_tokens, shares=bool(runs))
+        if self.one_list:
+            wide, more = bucket.shapes[-1], bucket.num_tokens
+            wide = dataclasses.replace(wide, tiles=wide.tiles + more, partials=wide.partials + more)
+            bucket = dataclasses.replace(bucket, shapes=(wide,))
         rows = np.arange(len(self.table))
         plan = tile_plan(
             rows, self.starts, self.lengths, num_tokens=bucket.num_tokens, shapes=bucket.shapes,
@@ -302,7 +307,10 @@ def main() -> None:
         for forest, name in ((False, "off"), (True, "on"))
     ]
     trees = tree_works()
+    pair = shareds[2048, False]
+    single = dataclasses.replace(pair[1], what="one launch of wide tiles, prefix 2048", one_list=True)
     works = [*plains.values(), *(w for pair in shareds.values() for w in pair), *prefills.values(), *nothing, *trees]
+    works.append(single)
     if args.small:
         plains, shareds, prefills = {(4, 64, False): plain(4, 64)}, {}, {}
         works = [*plains.values(), *trees]
@@ -326,11 +334,13 @@ def main() -> None:
         rows.append(Figure.median(what, gains, "x", must=must, aim=aim, better="higher"))
         rows += [Figure.median(w.what, [s * 1e6 for s in seconds[w.what]], "µs") for w in (off, on)]
     if not args.small:
-        root, *single, every = (seconds[work.what] for work in trees)
-        best = min([root, *single], key=statistics.median)
+        root, *levels, every = (seconds[work.what] for work in trees)
+        best = min([root, *levels], key=statistics.median)
         for what, other, must, aim in (("root-only sharing", root, 4, 5), ("best single level", best, 1.4, 1.6)):
             ratios = [a / b for a, b in zip(other, every, strict=True)]
             rows.append(Figure.median(f"tree: {what} ÷ all levels", ratios, "x", must=must, aim=aim, better="higher"))
+        ratios = [b / a for a, b in zip(seconds[single.what], seconds[pair[1].what], strict=True)]
+        rows.append(Figure.median("shared tiles beside own ones ÷ all as wide tiles in one launch", ratios, "x"))
         off, on = (seconds[work.what] for work in nothing)
         ratios = [b / a for a, b in zip(off, on, strict=True)]
         rows.append(Figure.median("nothing shared: forest on ÷ forest off", ratios, "x", must=1.01, aim=1.0))
