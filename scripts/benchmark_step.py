@@ -7,7 +7,6 @@ prefill step is arithmetic: its limit is the rate of a large matrix product. Wri
 
 import argparse
 import dataclasses
-import functools
 import gc
 import glob
 import json
@@ -18,6 +17,7 @@ import sys
 import tempfile
 import time
 from array import array
+from collections.abc import Iterator
 
 import jax
 import numpy as np
@@ -216,45 +216,42 @@ def start_engine(model: str, dtype: str, **options) -> LLM:
     return LLM(MODELS[model], load_format="dummy", dtype=dtype, max_model_len=context, use_tqdm=False, **options)
 
 
-def measure(args) -> tuple[list[Figure], dict[str, float]]:
-    """All that one process can measure: it starts with an empty compilation cache."""
+def measure(args) -> Iterator[dict | Figure]:
+    """All that one process can measure, as it comes: the limits, then the figures. It starts with an empty compilation
+    cache."""
     ceilings = measure_ceilings(args.product)  # before the engine takes the memory
-    measured = time.time()
+    yield ceilings | {"device": device_name()}
+    started = time.time()
     llm = start_engine(args.model, args.dtype)
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1), use_tqdm=False)
-    what = "engine start to first token, compilation cache empty"
-    rows = [
-        Figure(what, time.time() - measured, "s"),
-        Figure("executables of the step", len(llm.engine.runner.steps), "", must=24),
-    ]
+    yield Figure("engine start to first token, compilation cache empty", time.time() - started, "s")
+    yield Figure("executables of the step", len(llm.engine.runner.steps), "", must=24)
     runner = llm.engine.runner
     decodes, single = decode_figures(args.model, runner, args.batch, args.context, ceilings, args)
-    rows += decodes
-    rows += shared_figures(args.model, runner, max(args.batch), args.prefix, args)
+    yield from decodes
+    yield from shared_figures(args.model, runner, max(args.batch), args.prefix, args)
     length, rate = args.prefill, ceilings["product_flop_per_s"]
     work = make_batch(runner.batcher, runner.num_pages, [(0, length)], runner.config.vocab_size)
     seconds = time_step(runner, work, max(2, args.calls // 5), args.repeats)
     what = f"{args.model} prefill step of {length} tokens"
-    rows.append(Figure.median(what, [s * 1e3 for s in seconds], "ms"))
+    yield Figure.median(what, [s * 1e3 for s in seconds], "ms")
     share = [prefill_operations(runner, length) / s / rate for s in seconds]
-    rows.append(Figure.median(f"{what} ÷ matrix-product rate", share, "x", must=0.88, aim=0.95, better="higher"))
-    rows.append(Figure("bytes of K and V copied by a step", kv_copy_bytes(runner), "bytes", must=0))
+    yield Figure.median(f"{what} ÷ matrix-product rate", share, "x", must=0.88, aim=0.95, better="higher")
     runner.reset()
     first = first_token_times(llm, length, 16, args.repeats)
     what = f"time to first token, {length} of {length + 16} tokens cached, one request"
-    rows.append(Figure.median(what, first, "ms"))
-    ratios = [ms / single for ms in first]
-    rows.append(Figure.median(f"{what} ÷ decode step, B = 1", ratios, "x", must=2, aim=1.5))
-    what = f"device idle share, {max(args.batch)} sequences decode"
+    yield Figure.median(what, first, "ms")
+    yield Figure.median(f"{what} ÷ decode step, B = 1", [ms / single for ms in first], "x", must=2, aim=1.5)
     if shares := idle_shares(llm, max(args.batch), args.context, 3):
-        rows.append(Figure.median(what, [100 * s for s in shares], "%", must=3, aim=1))
+        what = f"device idle share, {max(args.batch)} sequences decode"
+        yield Figure.median(what, [100 * s for s in shares], "%", must=3, aim=1)
+    yield Figure("bytes of K and V copied by a step", kv_copy_bytes(runner), "bytes", must=0)
     del llm, runner
     gc.collect()
     batch = sorted(args.batch)[len(args.batch) // 2]
     sizes = {"max_num_seqs": batch, "max_num_batched_tokens": batch}
     runner = start_engine(args.second, args.dtype, **sizes).engine.runner
-    rows += decode_figures(args.second, runner, [batch], args.context, ceilings, args)[0]
-    return rows, ceilings | {"device": device_name()}
+    yield from decode_figures(args.second, runner, [batch], args.context, ceilings, args)[0]
 
 
 def main() -> None:
@@ -276,23 +273,26 @@ def main() -> None:
         start_engine(args.model, args.dtype).generate([[1, 2, 3]], SamplingParams(max_tokens=1), use_tqdm=False)
         return
     if args.measure:
-        rows, ceilings = measure(args)
-        print(json.dumps([[dataclasses.asdict(row) for row in rows], ceilings]))
+        for found in measure(args):
+            print(json.dumps(dataclasses.asdict(found) if isinstance(found, Figure) else found), flush=True)
         return
 
-    # Each process has the device to itself; the second finds the executables of the first.
+    # Each process has the device to itself; the second finds the executables of the first. What one has measured before
+    # it fails is not lost.
     with tempfile.TemporaryDirectory() as cache:
-        run = functools.partial(
-            subprocess.run, check=True, stdout=subprocess.PIPE, env=os.environ | {"JAX_COMPILATION_CACHE_DIR": cache}
-        )
-        measured = run([sys.executable, __file__, *sys.argv[1:], "--measure"]).stdout
-        rows, ceilings = json.loads(measured.splitlines()[-1])
+        env = os.environ | {"JAX_COMPILATION_CACHE_DIR": cache}
+        command = [sys.executable, __file__, *sys.argv[1:], "--measure"]
+        measured = subprocess.run(command, stdout=subprocess.PIPE, env=env)
+        ceilings, *rows = map(json.loads, measured.stdout.splitlines())
         rows = [Figure(**row) for row in rows]
         started = time.time()
-        run([sys.executable, __file__, "--model", args.model, "--dtype", args.dtype, "--first-token"])
-    what = "process start to first token, compilation cache filled"
-    rows.append(Figure(what, time.time() - started, "s", must=40, aim=20))
+        command = [sys.executable, __file__, "--model", args.model, "--dtype", args.dtype, "--first-token"]
+        starting = subprocess.run(command, env=env)
+    if not starting.returncode:
+        what = "process start to first token, compilation cache filled"
+        rows.append(Figure(what, time.time() - started, "s", must=40, aim=20))
     write_results("step", rows, device=ceilings.pop("device"), ceilings=ceilings)
+    raise SystemExit(measured.returncode or starting.returncode)
 
 
 if __name__ == "__main__":
