@@ -30,7 +30,7 @@ from engines import (
 )
 from oracle import OracleLlama
 
-from prefix_jax import LLM
+from prefix_jax import LLM, tiling
 
 # Against the oracle ---------------------------------------------------------------------------------------------------
 
@@ -403,3 +403,33 @@ def test_short_chunks_over_a_shared_prefix_share_its_tiles(monkeypatch):
         assert built[0].bucket.kind == "mixed"
         assert ((views["wide.start"] == 0) & (views["wide.end"] == 64)).sum() == (forest and 1)
     assert answers[False] == answers[True]
+
+
+def test_shared_tiles_over_random_work_in_a_tight_pool(monkeypatch):
+    """Sequences that come, end, are preempted and replaced in their rows, with runs of any two and with none."""
+    options = {"num_pages": 40, "page_size": 4, "max_model_len": 96, "max_num_seqs": 8, "max_num_batched_tokens": 24}
+    plain = make_llm(**options, forest=False)
+    costs = tiling._shared_costs
+    cheap = {"wide": 0.6, "tile": 0.0, "partial": 0.0, "launch": 0.0, "min_sequences": 2}
+    with monkeypatch.context() as patch:
+        patch.setattr(tiling, "_shared_costs", lambda *args: dataclasses.replace(costs(*args), **cheap))
+        llm = make_llm(**options, forest=True)
+    kinds, dispatch = [], llm.engine.runner.dispatch
+    monkeypatch.setattr(llm.engine.runner, "dispatch", lambda batch: kinds.append(batch.bucket.kind) or dispatch(batch))
+    preemptions = 0
+    for seed in range(5):
+        rng = random.Random(seed)
+        forget(llm)
+        forget(plain)
+        stems, prompts = random_prompts(seed, 16, 33, 40), []
+        for tail in random_prompts(100 + seed, *(rng.randrange(1, 9) for _ in range(14))):
+            again = prompts and rng.random() < 0.3
+            stem = rng.choice(stems)
+            prompts.append(list(rng.choice(prompts)) if again else stem[: rng.randrange(4, len(stem) + 1)] + tail)
+        params = [greedy(rng.randrange(1, 30)) for _ in prompts]
+        outputs, want = generate(llm, prompts, params), generate(plain, prompts, params)
+        assert tokens_of(outputs) == tokens_of(want)
+        assert cached_of(outputs) == cached_of(want)
+        preemptions += llm.stats["preemptions"]
+    assert preemptions > 0
+    assert kinds.count("shared") > 50 and kinds.count("decode") > 10 and kinds.count("mixed") > 10
