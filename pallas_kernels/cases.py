@@ -130,6 +130,10 @@ class Arrays:
     idle: np.ndarray
     options: dict[str, Any]
 
+    @property
+    def arguments(self) -> tuple:
+        return self.q, self.k_slots, self.v_slots, self.positions, self.page_table, self.tile_lists, self.merge
+
 
 def build(case: Case, dtype: jax.typing.DTypeLike, seed: int = 0) -> Arrays:
     """Random arrays for the case. Pages are permuted; slots that hold no position of any sequence are NaN.

@@ -79,25 +79,15 @@ def _kernel(
     def body(j, carry, value_ref, lse_ref, first, count):
         peak, total, acc = carry
         step = j * STEP + lax.iota(jnp.int32, STEP)
-        flat = (STEP, heads)
-        at = jnp.broadcast_to((first + step)[:, None], flat)
-        columns = jnp.broadcast_to(head[None, :], flat)
+        at, columns = triton.spread((first + step)[:, None], head[None, :])
         there = (step < count)[:, None] & (head < num_heads)[None, :]
         lse = triton.load(lse_ref.at[at, columns], mask=there, other=-jnp.inf)
         new_peak = jnp.maximum(peak, lse.max(axis=0))
         shift = jnp.where(new_peak > -jnp.inf, new_peak, 0.0)  # -inf - -inf is NaN
         weight = jnp.exp2(lse - shift[None, :])
-        cube = (STEP, heads, lanes)
         mask = there[:, :, None] & (lane < head_dim)[None, None, :]
-        value = triton.load(
-            value_ref.at[
-                jnp.broadcast_to(at[:, :, None], cube),
-                jnp.broadcast_to(columns[:, :, None], cube),
-                jnp.broadcast_to(lane[None, None, :], cube),
-            ],
-            mask=mask,
-            other=0.0,
-        )
+        cube = triton.spread(at[:, :, None], columns[:, :, None], lane[None, None, :])
+        value = triton.load(value_ref.at[cube], mask=mask, other=0.0)
         fade = jnp.exp2(peak - shift)
         acc = acc * fade[:, None] + (value * weight[:, :, None]).sum(axis=0)
         return new_peak, total * fade + weight.sum(axis=0), acc
@@ -113,8 +103,7 @@ def _kernel(
             seen += count
     _, total, acc = carry
     value = acc / jnp.where(total > 0, total, 1.0)[:, None]
-    shape = (heads, lanes)
     token = jnp.where(seen > 0, token_ref[i], num_tokens)
     mask = (head < num_heads)[:, None] & (lane < head_dim)[None, :] & (token < num_tokens)
-    at = jnp.broadcast_to(token, shape), jnp.broadcast_to(head[:, None], shape), jnp.broadcast_to(lane[None, :], shape)
+    at = triton.spread(token, head[:, None], lane[None, :])
     triton.store(out_ref.at[at], value.astype(out_ref.dtype), mask=mask)

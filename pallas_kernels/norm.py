@@ -45,7 +45,7 @@ def _kernel(x_ref, delta_ref, weight_ref, sum_ref, normed_ref, *, eps: float):
     width = x_ref.shape[1]
     column = lax.iota(jnp.int32, pl.next_power_of_2(width))
     mask = column < width
-    at = jnp.broadcast_to(pl.program_id(0), column.shape), column
+    at = triton.spread(pl.program_id(0), column)
     weight = triton.load(weight_ref.at[column], mask=mask, other=0)  # before the sum, so as not to wait twice
     total = triton.load(x_ref.at[at], mask=mask, other=0) + triton.load(delta_ref.at[at], mask=mask, other=0)
     wide = total.astype(jnp.float32)

@@ -49,7 +49,7 @@ def paged_attention(
         scales: for slots of float8_e4m3fn, None for slots of q's dtype.
         implementation: None chooses, by backend and shapes; a named one runs or raises. "pallas_hopper" runs the lists
             that suit it with a kernel for Hopper, and the others as "pallas" does.
-        configs: one for each tile list, as `tuning` gives them; None for the default.
+        configs: one for each tile list, as `tuning_for` gives them; None for the default.
 
     Raises ValueError for shapes, dtypes and sizes that do not fit; the indices themselves are not checked.
     """
@@ -100,6 +100,11 @@ def default_implementation() -> Implementation:
     if not is_cuda or float(device.compute_capability) < 8.0:
         return "xla"
     return "pallas_hopper" if device.compute_capability == "9.0" else "pallas"
+
+
+def is_compiled(implementation: str) -> bool:
+    """Whether its kernels run on a GPU, and not in an interpreter."""
+    return implementation in ("pallas", "pallas_hopper")
 
 
 def _choose(implementation: str | None, q: Array, k_slots: Array) -> Implementation:

@@ -61,30 +61,27 @@ def _kernel(qkv_ref, cos_ref, sin_ref, slots_ref, k_in_ref, v_in_ref, scale_refs
     group, half = num_rows - 2, head_dim // 2
     pair = lax.iota(jnp.int32, pl.next_power_of_2(half))
     real = pair < half
-    cos, sin = (triton.load(ref.at[_spread(token, pair)], mask=real, other=0) for ref in (cos_ref, sin_ref))
+    cos, sin = (triton.load(ref.at[triton.spread(token, pair)], mask=real, other=0) for ref in (cos_ref, sin_ref))
     slot = slots_ref[token]
+
+    lanes = (pair, pair + half)
+
+    def load_halves(row, mask):
+        return [triton.load(qkv_ref.at[triton.spread(token, kv_head, row, lane)], mask=mask, other=0) for lane in lanes]
 
     row = lax.iota(jnp.int32, pl.next_power_of_2(group))[:, None]
     mask = (row < group) & real
-    q = (
-        triton.load(qkv_ref.at[_spread(token, kv_head, row, lane)], mask=mask, other=0) for lane in (pair, pair + half)
-    )
     to = jnp.where(row < group, token, num_tokens)
-    for turned, lane in zip(_turn(*q, cos, sin), (pair, pair + half), strict=True):
-        triton.store(q_ref.at[_spread(to, kv_head * group + row, lane)], turned.astype(q_ref.dtype), mask=mask)
+    for turned, lane in zip(_turn(*load_halves(row, mask), cos, sin), lanes, strict=True):
+        at = triton.spread(to, kv_head * group + row, lane)
+        triton.store(q_ref.at[at], turned.astype(q_ref.dtype), mask=mask)
 
-    k, v = (
-        [
-            triton.load(qkv_ref.at[_spread(token, kv_head, row, lane)], mask=real, other=0)
-            for lane in (pair, pair + half)
-        ]
-        for row in (group, group + 1)
-    )
+    k, v = load_halves(group, real), load_halves(group + 1, real)
     written = real & (slot >= 0) & (slot < k_ref.shape[0])
     for number, (ref, halves) in enumerate(((k_ref, _turn(*k, cos, sin)), (v_ref, v))):
-        for value, lane in zip(halves, (pair, pair + half), strict=True):
+        for value, lane in zip(halves, lanes, strict=True):
             value = value if scale_refs is None else _fit(value, scale_refs[number][kv_head])
-            triton.store(ref.at[_spread(slot, kv_head, lane)], value.astype(ref.dtype), mask=written)
+            triton.store(ref.at[triton.spread(slot, kv_head, lane)], value.astype(ref.dtype), mask=written)
 
 
 def _fit(value, scale):
@@ -95,8 +92,3 @@ def _fit(value, scale):
 def _turn(first, second, cos, sin):
     first, second = first.astype(jnp.float32), second.astype(jnp.float32)
     return first * cos - second * sin, second * cos + first * sin
-
-
-def _spread(*index):
-    shape = jnp.broadcast_shapes(*map(jnp.shape, index))
-    return tuple(jnp.broadcast_to(i, shape) for i in index)

@@ -102,7 +102,7 @@ def _draw_kernel(logits_ref, lowest_ref, temperature_ref, key_ref, best_ref, tok
     row, block = pl.program_id(0), pl.program_id(1)
     vocab = logits_ref.shape[1]
     token = block * BLOCK + lax.iota(jnp.int32, BLOCK)
-    at = jnp.broadcast_to(row, (BLOCK,)), token
+    at = triton.spread(row, token)
     logits = triton.load(logits_ref.at[at], mask=token < vocab, other=-jnp.inf)
     temperature = temperature_ref[row]
     scores = lax.cond(
@@ -125,7 +125,7 @@ def _lowest_kept_kernel(logits_ref, temperature_ref, top_k_ref, top_p_ref, lowes
     def reduce(combine, start, value):
         def body(i, carry):
             token = i * BLOCK + lax.iota(jnp.int32, BLOCK)
-            at = jnp.broadcast_to(row, (BLOCK,)), token
+            at = triton.spread(row, token)
             return combine(carry, value(triton.load(logits_ref.at[at], mask=token < vocab, other=-jnp.inf)))
 
         return lax.fori_loop(0, num_blocks, body, start)

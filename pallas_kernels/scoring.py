@@ -27,13 +27,18 @@ class Scoring:
     alibi_slopes: Any = None  # float32 [Hq], in a kernel the Ref of it
 
     @property
+    def is_product(self) -> bool:
+        """Whether a score is a product of query and key, times a constant."""
+        return not self.softcap and self.alibi_slopes is None
+
+    @property
     def unit(self) -> float:
         """What a score is a multiple of, as a power of two: applied after the maximum, where it costs nothing."""
-        return 1.0 if self.softcap or self.alibi_slopes is not None else self.scale * LOG2_E
+        return self.scale * LOG2_E if self.is_product else 1.0
 
     def scores(self, products: Array, distance: Array, slope: Array | None) -> Array:
         """float32 scores in multiples of `unit`. distance: j - i; distance and slope as they broadcast."""
-        if self.unit != 1:
+        if self.is_product:
             return products
         scores = products * self.scale
         if self.softcap:

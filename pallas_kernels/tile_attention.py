@@ -124,7 +124,7 @@ def _kernel(
     unit, k_scale, v_scale = scoring.unit, None, None
     if scale_refs is not None:
         k_scale, v_scale = (ref[kv_head] for ref in scale_refs)
-        if unit != 1:  # where the unit comes in, the scale costs nothing
+        if scoring.is_product:  # where the unit comes in, the scale costs nothing
             unit, k_scale = unit * k_scale, None
 
     def body(i, carry):
@@ -186,8 +186,7 @@ def _store_rows(ref, at, lane, value, mask):
 def _spread(ref, at, lane, mask):
     """Indices and mask of every element of the rows ref[*at, :]; the second index may be a scalar."""
     first, second = at
-    shape = first.shape + lane.shape
-    at = first[:, None], second[:, None] if jnp.ndim(second) else second, lane[None, :]
     inside = (lane < ref.shape[-1])[None, :]
     inside = inside if mask is None else mask[:, None] & inside
-    return tuple(jnp.broadcast_to(i, shape) for i in at), jnp.broadcast_to(inside, shape)
+    *at, inside = triton.spread(first[:, None], second[:, None] if jnp.ndim(second) else second, lane[None, :], inside)
+    return tuple(at), inside

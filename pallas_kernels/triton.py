@@ -11,6 +11,11 @@ load = triton.load
 store = triton.store
 
 
+def spread(*index: jax.typing.ArrayLike) -> tuple[jax.Array, ...]:
+    """Indices of one shape, as `load` and `store` want them."""
+    return tuple(jnp.broadcast_arrays(*index))
+
+
 def dot(a: jax.Array, b: jax.Array, trans_b: bool = False) -> jax.Array:
     """Matrix product in float32. float32 operands are not rounded: the default on NVIDIA cards is TF32."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None

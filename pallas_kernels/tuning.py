@@ -27,7 +27,7 @@ class Tuning:
     programs: int
 
 
-def tuning(
+def tuning_for(
     kind: Kind,
     group: int,
     head_dim: int,

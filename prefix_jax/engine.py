@@ -14,7 +14,7 @@ from queue import SimpleQueue
 import jax
 import numpy as np
 
-from pallas_kernels import default_implementation
+from pallas_kernels import default_implementation, is_compiled
 from prefix_jax.kv_store import measure_scales
 from prefix_jax.models.llama import Llama
 from prefix_jax.policies import POLICIES
@@ -94,7 +94,7 @@ class Engine:
         if config.kv_dtype is not None:
             scales = measure_scales(model, self._sample_tokens(model.config.vocab_size))
             attention = "pallas" if attention == "pallas_hopper" else attention  # the kernel for Hopper takes one dtype
-        on_gpu = attention in ("pallas", "pallas_hopper")
+        on_gpu = is_compiled(attention)
         self.max_model_len = min(config.max_model_len or model.config.max_position, model.config.max_position)
         self.max_num_batched_tokens = config.max_num_batched_tokens or (8192 if on_gpu else 512)
         self.max_num_seqs = min(config.max_num_seqs or (256 if on_gpu else 32), self.max_num_batched_tokens)

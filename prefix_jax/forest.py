@@ -107,40 +107,37 @@ def choose_runs(
     narrow = tokens == 1
     alone = np.where(narrow, 1.0, costs.wide * -(-tokens // costs.wide_rows))  # cost of a position, in own tiles
     tokens_before, alone_before = (np.concatenate([[0], np.cumsum(x)]).tolist() for x in (tokens, alone))
+    sizes = [tokens_before[end] - tokens_before[begin] for begin, end, *_ in runs]
+    tiles = [-(-size // costs.wide_rows) for size in sizes]
     best, apart = [], []  # of each run: cost of a position at best, and without a tile of this run
-    for begin, end, _, children in runs:
+    for i, (begin, end, _, children) in enumerate(runs):
         cost = alone_before[end] - alone_before[begin]
         for child in children:
             first, last = runs[child][:2]
             cost += best[child] - (alone_before[last] - alone_before[first])
-        tile = costs.wide * -(-(tokens_before[end] - tokens_before[begin]) // costs.wide_rows)
         apart.append(cost)
-        best.append(min(cost, tile))
+        best.append(min(cost, costs.wide * tiles[i]))
 
     covered = np.zeros(len(order), np.int64)
     chosen = []
     for i in reversed(range(len(runs))):
         begin, end, columns, _ = runs[i]
         first = int(covered[begin])
-        num_tokens = tokens_before[end] - tokens_before[begin]
-        tiles = -(-num_tokens // costs.wide_rows)
-        gain = (columns - first) * page_size * (apart[i] - best[i]) - num_tokens * costs.partial - tiles * costs.tile
+        gain = (columns - first) * page_size * (apart[i] - best[i]) - sizes[i] * costs.partial - tiles[i] * costs.tile
         if gain > 0:
             chosen.append((gain, i))
             covered[begin:end] = columns
-    return _what_fits(order, runs, chosen, tokens_before, costs, max_tiles, max_partials)
+    return _what_fits(order, runs, chosen, tiles, sizes, max_tiles, max_partials)
 
 
-def _what_fits(order, runs, chosen, tokens_before, costs, max_tiles, max_partials) -> list[Run]:
+def _what_fits(order, runs, chosen, tiles, sizes, max_tiles, max_partials) -> list[Run]:
     """The most gainful runs that fit; what an outer run would have covered, those inside it cover then."""
     kept = set()
     for _, i in sorted(chosen, reverse=True):
-        num_tokens = tokens_before[runs[i][1]] - tokens_before[runs[i][0]]
-        tiles = -(-num_tokens // costs.wide_rows)
-        if tiles <= max_tiles and num_tokens <= max_partials:
+        if tiles[i] <= max_tiles and sizes[i] <= max_partials:
             kept.add(i)
-            max_tiles -= tiles
-            max_partials -= num_tokens
+            max_tiles -= tiles[i]
+            max_partials -= sizes[i]
     covered = np.zeros(len(order), np.int64)
     result = []
     for gain, i in chosen:

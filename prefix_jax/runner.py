@@ -15,12 +15,13 @@ from flax import nnx
 from jaxtyping import Array, Int
 from tqdm import tqdm
 
-from pallas_kernels import Merge, Scales, Tiles, paged_attention
+from pallas_kernels import Merge, Scales, Tiles, is_compiled, paged_attention
 from prefix_jax import kv_store
 from prefix_jax.models.llama import KVStore, Llama
 from prefix_jax.sampler import SamplingRows, sample
 from prefix_jax.scheduler import StepPlan
 from prefix_jax.step_batch import Batcher, Bucket, StepBatch
+from prefix_jax.tile_plan import TILE_FIELDS
 from prefix_jax.tiling import tile_configs
 
 COPY_GROUP = 16  # page copies in one launch
@@ -116,7 +117,7 @@ class Runner:
     def compile(self, bucket: Bucket, num_pages: int) -> Any:
         """The step of one bucket over a store of `num_pages`, for this device."""
         # XLA's own matrix products beat the library's for a few tokens, and lose against it from some 32 on.
-        by_library = self.attention in ("pallas", "pallas_hopper") and bucket.num_tokens >= 32
+        by_library = is_compiled(self.attention) and bucket.num_tokens >= 32
         options = {"xla_gpu_enable_triton_gemm": False} if by_library else None
         return self.lower(bucket, num_pages).compile(compiler_options=options)
 
@@ -216,13 +217,11 @@ def change_pages(
 def batch_tiles(batch: dict[str, Array], bucket: Bucket) -> list[Tiles]:
     """The tile lists in an unpacked batch."""
     lists = []
-    for kind, shape in zip(("narrow", "wide"), bucket.shapes, strict=False):
-        token, row, start, end, partial = (
-            batch[f"{kind}.{name}"] for name in ("token", "row", "start", "end", "partial")
-        )
+    for kind, shape in zip(bucket.lists, bucket.shapes, strict=True):
+        *arrays, partial = (batch[f"{kind}.{name}"] for name in TILE_FIELDS)
         only_cut = bucket.kind == "shared" and kind == "wide"
         cut = {"partial": partial, "num_partials": shape.partials, "only_cut": only_cut} if shape.partials else {}
-        lists.append(Tiles(token, row, start, end, **cut))
+        lists.append(Tiles(*arrays, **cut))
     return lists
 
 

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from prefix_jax.forest import Costs, Run, choose_runs
+from prefix_jax.forest import Costs, PerChunk, Run, choose_runs
 from prefix_jax.request import Sequence
 from prefix_jax.scheduler import StepPlan
-from prefix_jax.tile_plan import TilePlan, TileShape, tile_plan
+from prefix_jax.tile_plan import TILE_FIELDS, TilePlan, TileShape, tile_plan
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,11 @@ class Bucket:
         return f"{self.kind}_{self.num_tokens}"
 
     @property
+    def lists(self) -> tuple[str, ...]:
+        """Names of its tile lists, each of one shape."""
+        return ("narrow", "wide")[: len(self.shapes)]
+
+    @property
     def merges(self) -> bool:
         """Whether a range may be cut."""
         return any(shape.partials for shape in self.shapes)
@@ -76,7 +81,7 @@ class Bucket:
             ("sample_token", "sample_row", "sample_position", "temperature", "top_k", "top_p"), (k,)
         )
         fields["seed"] = (k, 2)
-        for kind, shape in zip(("narrow", "wide"), self.shapes, strict=False):
+        for kind, shape in zip(self.lists, self.shapes, strict=True):
             fields |= {f"{kind}.{name}": (shape.tiles,) for name in ("row", "start", "end")}
             fields[f"{kind}.token"] = fields[f"{kind}.partial"] = (shape.tiles, shape.rows)
         if self.merges:
@@ -97,8 +102,9 @@ class Bucket:
         return views
 
     def fill_tiles(self, plan: TilePlan, views: Mapping[str, np.ndarray]) -> None:
-        for kind, tiles in zip(("narrow", "wide"), plan.lists, strict=False):
-            for name in ("token", "row", "start", "end", "partial"):
+        """Lays a tile plan out in an unpacked batch."""
+        for kind, tiles in zip(self.lists, plan.lists, strict=True):
+            for name in TILE_FIELDS:
                 views[f"{kind}.{name}"][...] = getattr(tiles, name)
         if self.merges:
             views["merge.token"][:] = self.num_tokens
@@ -253,27 +259,30 @@ class Batcher:
             column = np.concatenate([column, starts[filled] // self.page_size - 1])
             if not ((self.page_table[:, column] == self.page_table[row, column]).sum(axis=0) > 1).any():
                 return self.runs
-        num_tokens = int(lengths.sum())
-        decode = num_tokens == len(rows)
-        if decode and num_tokens < self.costs.min_sequences:
-            return []
-        bucket = self.bucket_of(len(rows), num_tokens, shares=True)
-        self.runs = choose_runs(
-            self.page_table[rows],
-            starts // self.page_size,
-            lengths,
-            page_size=self.page_size,
-            costs=self.costs,
-            max_tiles=bucket.shapes[-1].shared_tiles,
-            max_partials=bucket.shapes[-1].shared_partials,
-        )
-        if decode and sum(run.gain for run in self.runs) < self.costs.launch:
-            self.runs = []
+        self.runs = self.find_runs(self.page_table[rows], starts, lengths)
         self.covered[:] = 0
         for run in self.runs:
             self.covered[rows[run.members]] = run.last
         self.kept_for = key
         return self.runs
+
+    def find_runs(self, table: Int[np.ndarray, "chunks P"], starts: PerChunk, lengths: PerChunk) -> list[Run]:
+        """The runs of these chunks, whose pages are in the table, that are worth tiles of their own and fit."""
+        num_tokens = int(lengths.sum())
+        decode = num_tokens == len(table)
+        if decode and num_tokens < self.costs.min_sequences:
+            return []
+        wide = self.bucket_of(len(table), num_tokens, shares=True).shapes[-1]
+        runs = choose_runs(
+            table,
+            starts // self.page_size,
+            lengths,
+            page_size=self.page_size,
+            costs=self.costs,
+            max_tiles=wide.shared_tiles,
+            max_partials=wide.shared_partials,
+        )
+        return [] if decode and sum(run.gain for run in runs) < self.costs.launch else runs
 
     def _fill_tokens(self, plan: StepPlan, ends: np.ndarray, views: Mapping[str, np.ndarray]) -> None:
         """Tokens the host knows; for the others, the row whose last sampled token it is (`source`)."""

@@ -10,7 +10,7 @@ never requests.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from jaxtyping import Int
@@ -55,6 +55,9 @@ class TileList:
     start: IntN
     end: IntN
     partial: Int[np.ndarray, "N R"]
+
+
+TILE_FIELDS = tuple(field.name for field in fields(TileList))
 
 
 @dataclass(frozen=True)

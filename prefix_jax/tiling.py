@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels import Tuning, tuning
+from pallas_kernels import Tuning, is_compiled, tuning_for
 from prefix_jax.forest import Costs
 from prefix_jax.models.llama import LlamaConfig
 from prefix_jax.step_batch import Batcher, Bucket, Tiling, make_buckets
@@ -30,7 +30,7 @@ def make_batcher(
 ) -> Batcher:
     """Buckets and tiles that suit the model and the implementation of attention; bitwise: such that a row's bits depend
     on its sequence alone."""
-    on_gpu = attention in ("pallas", "pallas_hopper")
+    on_gpu = is_compiled(attention)
     narrow, wide, shared = (_tuning(kind, config, dtype, attention, page_size) for kind in ("narrow", "wide", "shared"))
     programs = (narrow.programs, wide.programs, shared.programs) if attention.startswith("pallas") else ()
     costs = _shared_costs(config, dtype, wide.rows) if forest or (forest is None and on_gpu) else None
@@ -54,7 +54,7 @@ def tile_configs(bucket: Bucket, config: LlamaConfig, dtype: Any, attention: str
 
 
 def _tuning(kind: str, config: LlamaConfig, dtype: Any, attention: str, page_size: int) -> Tuning:
-    return tuning(kind, config.group_size, config.head_dim, dtype, implementation=attention, page_size=page_size)
+    return tuning_for(kind, config.group_size, config.head_dim, dtype, implementation=attention, page_size=page_size)
 
 
 def _shared_costs(config: LlamaConfig, dtype: Any, wide_rows: int) -> Costs:

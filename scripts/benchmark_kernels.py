@@ -21,7 +21,6 @@ from ceilings import measure_ceilings
 from results import Figure, device_name, write_results
 
 from pallas_kernels import Config, HopperConfig, default_implementation, paged_attention
-from prefix_jax.forest import choose_runs
 from prefix_jax.models.llama import LlamaConfig
 from prefix_jax.runner import batch_merge, batch_tiles
 from prefix_jax.step_batch import Batcher, Bucket
@@ -70,20 +69,8 @@ class Work:
     def plan(self, batcher: Batcher) -> tuple[Bucket, np.ndarray]:
         """The bucket and the packed arrays of attention, as the engine would make them."""
         num_tokens = int(self.lengths.sum())
-        runs, costs = [], batcher.costs
-        if self.forest:
-            bucket = batcher.bucket_of(len(self.table), num_tokens, shares=True)
-            runs = choose_runs(
-                self.table if self.level is None else self._visible(),
-                self.starts // PAGE_SIZE,
-                self.lengths,
-                page_size=PAGE_SIZE,
-                costs=costs,
-                max_tiles=bucket.shapes[-1].shared_tiles,
-                max_partials=bucket.shapes[-1].shared_partials,
-            )
-            if num_tokens == len(self.table) and sum(run.gain for run in runs) < costs.launch:
-                runs = []
+        table = self.table if self.level is None else self._visible()
+        runs = batcher.find_runs(table, self.starts, self.lengths) if self.forest else []
         bucket = batcher.bucket_of(len(self.table), num_tokens, shares=bool(runs))
         if self.one_list:
             wide, more = bucket.shapes[-1], bucket.num_tokens

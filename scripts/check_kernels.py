@@ -25,8 +25,7 @@ def check(case: Case, dtype: str, implementation: str, seed: int) -> str | None:
     attend = jax.jit(
         functools.partial(paged_attention, page_size=case.page_size, implementation=implementation, **a.options)
     )
-    arguments = (a.q, a.k_slots, a.v_slots, a.positions, a.page_table, a.tile_lists, a.merge)
-    out, again = np.asarray(attend(*arguments)), np.asarray(attend(*arguments))
+    out, again = np.asarray(attend(*a.arguments)), np.asarray(attend(*a.arguments))
     if not np.array_equal(out, again, equal_nan=True):
         return "two runs differ"
     if not np.array_equal(out[a.idle], np.asarray(a.q)[a.idle]):

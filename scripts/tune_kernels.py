@@ -8,7 +8,7 @@ import statistics
 
 from benchmark_kernels import Prepared, Work, plain, prefill, prepare, shared, time_works
 
-from pallas_kernels import default_implementation, tuning
+from pallas_kernels import default_implementation, tuning_for
 from pallas_kernels.tuning import TABLE, device_kind, table
 
 CANDIDATES = {  # block_kv, num_warps, num_stages; programs
@@ -39,7 +39,7 @@ def main() -> None:
     rows = table().setdefault(device_kind(), {})
     for kind in args.kinds:
         key = f"{kind}, G = {args.group}, D = {args.head_dim}, bfloat16"
-        num_rows = tuning(kind, args.group, args.head_dim, "bfloat16", implementation="pallas").rows
+        num_rows = tuning_for(kind, args.group, args.head_dim, "bfloat16", implementation="pallas").rows
         heads = {"group": args.group, "num_kv_heads": args.num_kv_heads, "head_dim": args.head_dim}
         works = works_of(kind, **heads)
         candidates, prepared = [], list[Prepared]()

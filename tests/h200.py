@@ -10,16 +10,14 @@ import sys
 os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import tuning
-from prefix_jax.models.llama import Llama, LlamaConfig
+from prefix_jax import LLM
+from prefix_jax.models.llama import LlamaConfig
 from prefix_jax.runner import Runner
-from prefix_jax.tiling import make_batcher
 
 H200 = """gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152 shared_memory_per_core: 233472
@@ -32,22 +30,17 @@ platform_name: "CUDA" runtime_version { major: 13 minor: 0 } dnn_version_info { 
 device_description_str: "NVIDIA H200"
 """
 CONFIG = LlamaConfig(
-    vocab_size=1024, hidden_size=512, intermediate_size=1024, num_layers=2, num_heads=16, num_kv_heads=4, head_dim=128
-)
+    vocab_size=1024, hidden_size=512, intermediate_size=1024, num_layers=2, num_heads=16, num_kv_heads=4, head_dim=128,
+    max_position=2048,
+)  # fmt: skip
 
 
 def unstarted_runner() -> Runner:
-    """With shapes in place of parameters, and nothing compiled."""
-    runner = Runner.__new__(Runner)
-    graph, state = nnx.split(Llama(CONFIG, dtype=jnp.bfloat16))
-    runner.params, runner.param_tree = jax.tree.flatten(state)
-    runner.graph, runner.config, runner.dtype = graph, CONFIG, jnp.dtype(jnp.bfloat16)
-    runner.page_size, runner.attention, runner.scales, runner.kv_dtype = 16, "pallas_hopper", None, runner.dtype
-    runner.batcher = make_batcher(
-        CONFIG, runner.dtype, runner.attention, page_size=16, max_num_seqs=64, max_num_batched_tokens=512,
-        max_model_len=2048,
-    )  # fmt: skip
-    return runner
+    """Of a tiny model, with nothing compiled."""
+    Runner._warm_up = lambda self, use_tqdm: None
+    sizes = {"num_pages": 1, "max_num_seqs": 64, "max_num_batched_tokens": 512, "max_model_len": 2048}
+    llm = LLM(CONFIG, load_format="dummy", dtype="bfloat16", attention="pallas_hopper", use_tqdm=False, **sizes)
+    return llm.engine.runner
 
 
 def main() -> None:

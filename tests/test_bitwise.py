@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from engines import TINY, generate, greedy, make_llm, random_prompts, tokens_of
 
-from pallas_kernels import Merge, Tiles, paged_attention
+from pallas_kernels import paged_attention
 from prefix_jax.forest import Costs, Run, choose_runs
+from prefix_jax.runner import batch_merge, batch_tiles
 from prefix_jax.step_batch import Bucket, Tiling, make_buckets
 from prefix_jax.tile_plan import TilePlan, tile_plan
 
@@ -54,20 +55,16 @@ def attention(bucket: Bucket, chunks, table, runs, q_of, implementation: str) ->
     """The bits of each (row, position)."""
     places = [(row, p) for row, start, length in chunks for p in range(start, start + length)]
     plan = plan_of(bucket, chunks, runs)
-    (tiles,) = plan.lists
-    fields = (jnp.asarray(getattr(tiles, name)) for name in ("token", "row", "start", "end", "partial"))
-    count = len(plan.merge.token)
-    padded = [np.zeros((*a.shape[:-1], bucket.num_tokens), np.int32) for a in vars(plan.merge).values()]
-    padded[0][:] = bucket.num_tokens
-    for into, a in zip(padded, vars(plan.merge).values(), strict=True):
-        into[..., :count] = a
+    views = bucket.unpack(np.zeros(bucket.packed_len, np.int32))
+    bucket.fill_tiles(plan, views)
+    batch = {name: jnp.asarray(view) for name, view in views.items()}
     positions = np.zeros(bucket.num_tokens, np.int32)
     positions[: len(places)] = [p for _, p in places]
     q = np.zeros((bucket.num_tokens, 4, 32), np.float32)
     q[: len(places)] = [q_of[place] for place in places]
     out = attend(bucket, implementation)(
         jnp.asarray(q), *slots(), jnp.asarray(positions), jnp.asarray(table),
-        [Tiles(*fields, num_partials=bucket.shapes[0].partials)], Merge(*map(jnp.asarray, padded)),
+        batch_tiles(batch, bucket), batch_merge(batch, bucket),
     )  # fmt: skip
     return {place: np.asarray(out[i]).tobytes() for i, place in enumerate(places)}
 

@@ -24,7 +24,7 @@ def an_h200():
 
 def traced(case, dtype, implementation):
     a = build(case, dtype)
-    arguments = (a.k_slots, a.v_slots, a.positions, a.page_table, a.tile_lists, a.merge)
+    q, *arguments = a.arguments
     leaves, tree = jax.tree.flatten(arguments)  # `lower` puts into pytrees what the run-time type checks refuse
 
     def attend(q, leaves):
@@ -32,7 +32,7 @@ def traced(case, dtype, implementation):
             q, *tree.unflatten(leaves), page_size=case.page_size, implementation=implementation, **a.options
         )
 
-    return jax.jit(attend, donate_argnums=0).trace(a.q, leaves)
+    return jax.jit(attend, donate_argnums=0).trace(q, leaves)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -39,23 +39,19 @@ def compiled(case, implementation):
     return jit(functools.partial(paged_attention, page_size=case.page_size, implementation=implementation, **options))
 
 
-def arguments(a):
-    return a.q, a.k_slots, a.v_slots, a.positions, a.page_table, a.tile_lists, a.merge
-
-
 @pytest.mark.parametrize("implementation", ["xla", "pallas_interpret"])
 @pytest.mark.parametrize(("case", "dtype"), CHECKED, ids=str)
 def test_equals_the_reference_and_itself(case, dtype, implementation):
     """Rows past a tile's end are loaded unmasked, and values vary with the length or the run: jax#23819 (C38)."""
     a, want = arrays_of(case, dtype)
     attend = compiled(case, implementation)
-    out = np.asarray(attend(*arguments(a)))
+    out = np.asarray(attend(*a.arguments))
     assert out.dtype == a.q.dtype
     tolerance = TOLERANCE[dtype]
     np.testing.assert_allclose(out[~a.idle].astype(np.float32), want[~a.idle], rtol=tolerance, atol=tolerance)
     idle = np.asarray(a.q)[a.idle] * (not case.beside)
     np.testing.assert_array_equal(out[a.idle], idle, "tokens in no tile keep their q, or are zero")
-    np.testing.assert_array_equal(out, attend(*arguments(a)), "a second run gives the same bits")
+    np.testing.assert_array_equal(out, attend(*a.arguments), "a second run gives the same bits")
 
 
 def test_the_cases_poison_what_nobody_owns():
@@ -74,10 +70,10 @@ def test_rows_of_a_batch_do_not_depend_on_their_neighbours(implementation):
     a, _ = arrays_of(case, "float32")
     (tiles,) = a.tile_lists
     attend = compiled(case, implementation)
-    out = np.asarray(attend(*arguments(a)))
+    out = np.asarray(attend(*a.arguments))
     for i in (0, 3, 7):
         alone = jnp.where(jnp.arange(tiles.row.size) == i, tiles.end, 0)
-        solo = attend(*arguments(dataclasses.replace(a, tile_lists=(dataclasses.replace(tiles, end=alone),))))
+        solo = attend(*dataclasses.replace(a, tile_lists=(dataclasses.replace(tiles, end=alone),)).arguments)
         np.testing.assert_array_equal(solo[i], out[i])
         np.testing.assert_array_equal(np.delete(solo, i, 0), np.delete(a.q, i, 0), "empty tiles write nothing")
 
@@ -86,9 +82,9 @@ def test_stacked_indices_of_any_padding_run_the_same_executable():
     case = BY_NAME["mixed_cut"]
     a, want = arrays_of(case, "float32")
     attend = compiled(case, "xla")
-    attend(*arguments(a))
+    attend(*a.arguments)
     shuffled = tuple(jax.tree.map(lambda field: field[::-1], tiles) for tiles in a.tile_lists)  # padding first
-    out = attend(*arguments(dataclasses.replace(a, tile_lists=shuffled)))
+    out = attend(*dataclasses.replace(a, tile_lists=shuffled).arguments)
     np.testing.assert_allclose(out[~a.idle], want[~a.idle], rtol=1e-5, atol=1e-5)
     assert attend._cache_size() == 1
 
@@ -125,7 +121,7 @@ def test_tokens_that_see_nothing_give_zeros_not_nan():
     case = BY_NAME["decode"]
     a, _ = arrays_of(case, "float32")
     for implementation in ("xla", "pallas_interpret"):
-        out = compiled(case, implementation)(*arguments(dataclasses.replace(a, positions=a.positions * 0 - 1)))
+        out = compiled(case, implementation)(*dataclasses.replace(a, positions=a.positions * 0 - 1).arguments)
         np.testing.assert_array_equal(out[~a.idle], 0)
 
 
@@ -172,7 +168,7 @@ def test_refuses_what_does_not_fit_and_shows_it(message):
     case = BY_NAME["decode"]
     a, _ = arrays_of(case, "float32")
     names = ("q", "k_slots", "v_slots", "positions", "page_table", "tile_lists", "merge")
-    wrong = dict(zip(names, arguments(a), strict=True), page_size=16) | REFUSED[message](a)
+    wrong = dict(zip(names, a.arguments, strict=True), page_size=16) | REFUSED[message](a)
     with pytest.raises(ValueError, match=message):
         inspect.unwrap(paged_attention)(**wrong)  # without the run-time type checks, as users have it
 
