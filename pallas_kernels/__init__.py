@@ -2,6 +2,7 @@
 requests, schedulers or caches."""
 
 from pallas_kernels.hopper_attention import HopperConfig as HopperConfig
+from pallas_kernels.paged_attention import BESIDE_OPTIONS as BESIDE_OPTIONS
 from pallas_kernels.paged_attention import default_implementation as default_implementation
 from pallas_kernels.paged_attention import is_compiled as is_compiled
 from pallas_kernels.paged_attention import paged_attention as paged_attention

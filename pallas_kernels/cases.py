@@ -104,6 +104,7 @@ HOPPER_CASES = (  # wide tiles of 128 matrix rows, as the kernel for Hopper want
     Case(
         "hopper_shared", "a range of many sequences, cut", ((300, 2), (270, 1), (260, 2)), shared=256, cut=128, **WIDE
     ),
+    Case("hopper_beside", "cut tokens alone", ((300, 1), (270, 1), (291, 1)), shared=256, cut=128, beside=True, **WIDE),
     Case("hopper_mixed", "8 query heads", MIXED, cut=48, **WIDE | {"group": 8, "tile_rows": 16, "num_kv_heads": 1}),
     Case("hopper_scatter", "ranges that start anywhere", MIXED, scatter=True, **WIDE),
     Case("hopper_mha", "one query head", ((0, 140), (30, 9)), **WIDE | {"group": 1, "tile_rows": 128, "head_dim": 64}),

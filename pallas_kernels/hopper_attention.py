@@ -49,7 +49,7 @@ def refusal(
 @functools.partial(jax.jit, static_argnames=("page_size", "scoring", "config", "interpret"))
 def tile_attention(
     q: Float[Array, "T Hq D"],
-    x: Float[Array, "T Hq D"],
+    x: Float[Array, "T Hq D"] | None,
     tiles: Tiles,
     positions: Int[Array, "T"],
     page_table: Int[Array, "B P"],
@@ -61,41 +61,38 @@ def tile_attention(
     config: HopperConfig = HopperConfig(),
     scales: None = None,
     interpret: bool = False,
-) -> tuple[Float[Array, "T Hq D"], Partials | None]:
+) -> tuple[Float[Array, "T Hq D"] | None, Partials | None]:
     """Runs the tiles of one list; the results take the place of q, which x has to be, in the same memory. Returns them
-    and the partials of cut tokens, uninitialised where there are none.
+    and the partials of cut tokens, uninitialised where there are none. x is None for a list with `only_cut`, which
+    leaves q as it is.
 
     The last tile is the first to run: there the longest belong.
     """
-    del q, scales
-    num_tokens, num_heads, head_dim = x.shape
+    del scales
+    num_tokens, num_heads, head_dim = q.shape
     num_tiles, rows = tiles.token.shape
     num_partials, num_kv_heads = tiles.num_partials, k_slots.shape[1]
     group = num_heads // num_kv_heads
-    if (
-        why := "takes no list that runs beside others"
-        if tiles.only_cut
-        else refusal(rows, group, head_dim, x.dtype, page_size, scoring)
-    ):
+    if why := refusal(rows, group, head_dim, q.dtype, page_size, scoring):
         raise NotImplementedError(f"this kernel {why}")
     box = math.gcd(page_size, config.block_kv)  # positions of one copy
     plan = _plan(tiles, positions, num_tokens, num_partials, group, box, config.block_kv)
     boxes = (k_slots.shape[0] // box, box, num_kv_heads, head_dim)
-    outs = [jax.new_ref(x)]
+    outs = [] if x is None else [jax.new_ref(x)]
     if tiles.partial is not None:
         shape = (tiles.num_partials, num_heads, head_dim)
         outs += [jax.new_ref(lax.empty(s, jnp.float32)) for s in (shape, shape[:-1])]
 
     swizzled = {"transforms": (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))}
-    ring = plgpu.SMEM((config.num_stages, config.block_kv, head_dim), x.dtype, **swizzled)
-    loose = plgpu.SMEM((ROWS, head_dim), x.dtype)  # rows as they lie in x
+    ring = plgpu.SMEM((config.num_stages, config.block_kv, head_dim), q.dtype, **swizzled)
+    loose = plgpu.SMEM((ROWS, head_dim), q.dtype)  # rows as they lie in q
     ready = plgpu.Barrier(num_arrivals=config.block_kv // box, num_barriers=config.num_stages)
     used = plgpu.Barrier(num_arrivals=2, num_barriers=config.num_stages)
     stage = [loose] if tiles.partial is None else [loose, plgpu.SMEM((ROWS, head_dim // 2), jnp.float32)]
     memory = {
         "plan": plgpu.SMEM(plan.shape[1:], jnp.int32),
         "stage": plgpu.RefUnion(*stage) if len(stage) > 1 else loose,
-        "q": plgpu.SMEM((2, HALF, head_dim), x.dtype, **swizzled),
+        "q": plgpu.SMEM((2, HALF, head_dim), q.dtype, **swizzled),
         "k": ring,
         "v": ring,
         "lse": plgpu.SMEM((ROWS,), jnp.float32),
@@ -108,7 +105,12 @@ def tile_attention(
         "turn": plgpu.Barrier(num_arrivals=2, num_barriers=1),
     }
     kernel = functools.partial(
-        _kernel, num_partials=num_partials, page_size=page_size, scale=scoring.scale, interpret=interpret
+        _kernel,
+        num_partials=num_partials,
+        only_cut=x is None,
+        page_size=page_size,
+        scale=scoring.scale,
+        interpret=interpret,
     )
     pl.kernel(
         lambda *refs: pl.run_scoped(functools.partial(kernel, *refs), collective_axes="warpgroup", **memory),
@@ -125,8 +127,8 @@ def tile_attention(
         ),
         interpret=plgpu.InterpretGPUParams() if interpret else False,
         name=f"hopper_attention_{rows}",
-    )(plan, page_table, k_slots.reshape(boxes), v_slots.reshape(boxes), *outs)
-    x, *partials = (jax.freeze(ref) for ref in outs)
+    )(plan, page_table, k_slots.reshape(boxes), v_slots.reshape(boxes), *([q] if x is None else []), *outs)
+    x, *partials = [*([None] if x is None else []), *map(jax.freeze, outs)]
     return x, Partials(*partials) if partials else None
 
 
@@ -155,9 +157,10 @@ def _kernel(
     table_ref,  # [B, P]
     k_ref,  # [num_slots / box, box, Hkv, D]
     v_ref,
-    x_ref,  # [T, Hq, D]
+    x_ref,  # [T, Hq, D], only read where all tokens are cut
     *partial_refs,  # where tokens are cut [C, Hq, D] and [C, Hq]
     num_partials,
+    only_cut,
     page_size,
     scale,
     interpret,
@@ -323,7 +326,8 @@ def _kernel(
         q[...] = plgpu.layout_cast(stage[mine], wgmma)
         plgpu.commit_smem()
         value, lse = attend(q)
-        pl.when(whole > 0)(lambda: store(stage, value.astype(x_ref.dtype), False, put_x))
+        if not only_cut:
+            pl.when(whole > 0)(lambda: store(stage, value.astype(x_ref.dtype), False, put_x))
         if partial_refs:
 
             @pl.when(cut > 0)

@@ -6,6 +6,7 @@ from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import hopper_attention as hopper
@@ -18,6 +19,9 @@ from pallas_kernels.tile_attention import Config, default_config
 from pallas_kernels.tiles import Merge, Scales, Tiles
 
 Implementation = Literal["xla", "pallas", "pallas_hopper", "pallas_interpret"]
+
+# For the compiler: in one CUDA graph, a list that may run beside another does.
+BESIDE_OPTIONS = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 
 
 def paged_attention(
@@ -75,12 +79,15 @@ def paged_attention(
         else:
             if config is None:
                 refusal = hopper.refusal(rows, group, q.shape[2], q.dtype, page_size, scoring)
-                suits = refusal is None and not beside and k_slots.dtype == q.dtype
+                suits = refusal is None and tiles.only_cut == beside and k_slots.dtype == q.dtype
                 on_hopper = suits and implementation == "pallas_hopper"
                 config = HopperConfig() if on_hopper else default_config(rows, group, q.shape[2], q.dtype)
             run = hopper if isinstance(config, HopperConfig) else pallas
             out, partials[i] = run.tile_attention(*arrays, **options, config=config, interpret=interpret)
-        x = x if out is None else out
+        if tiles.only_cut:  # it begins before the others, so that it finds room; they do not wait for its end
+            x, partials[i] = lax.optimization_barrier((x, partials[i]))
+        else:
+            x = out
     if merge is None:
         return x
     return (

@@ -20,11 +20,20 @@ Kind = Literal["narrow", "own", "wide", "shared"]
 @dataclasses.dataclass(frozen=True)
 class Tuning:
     """rows: query tokens of a tile (R, which others call block_q over the group). programs: how many of a tile and a KV
-    head fill the device; with fewer, ranges are to be cut."""
+    head fill the device; with fewer, ranges are to be cut. spare: how many fewer where what runs beside them has more
+    to read."""
 
     rows: int
     config: Config | HopperConfig
     programs: int
+    spare: int = 0
+
+
+# One program a multiprocessor. Before JAX 0.12 XLA leaves this kernel out of the CUDA graph: too dear where a step is
+# short, as those of shared tiles are.
+ON_HOPPER = {"wide": Tuning(0, HopperConfig(), 132)}
+if jax.__version_info__ >= (0, 12):
+    ON_HOPPER["shared"] = Tuning(0, HopperConfig(), 128, spare=64)
 
 
 def tuning_for(
@@ -45,11 +54,11 @@ def tuning_for(
     dtype = jnp.dtype(dtype)
     rows = wide_rows(implementation, group, dtype) if kind in ("wide", "shared") else 1
     if (
-        kind == "wide"
-        and implementation == "pallas_hopper"
+        implementation == "pallas_hopper"
+        and kind in ON_HOPPER
         and hopper.refusal(rows, group, head_dim, dtype, page_size) is None
     ):
-        return Tuning(rows, HopperConfig(), programs=132)
+        return dataclasses.replace(ON_HOPPER[kind], rows=rows)
     row = table().get(device_kind(), {}).get(f"{kind}, G = {group}, D = {head_dim}, {dtype.name}")
     if row is not None:
         return Tuning(row["rows"], Config(row["block_kv"], row["num_warps"], row["num_stages"]), row["programs"])

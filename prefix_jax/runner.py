@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Int
 from tqdm import tqdm
 
-from pallas_kernels import Merge, Scales, Tiles, is_compiled, paged_attention
+from pallas_kernels import BESIDE_OPTIONS, Merge, Scales, Tiles, is_compiled, paged_attention
 from prefix_jax import kv_store
 from prefix_jax.models.llama import KVStore, Llama
 from prefix_jax.sampler import SamplingRows, sample
@@ -26,6 +26,8 @@ from prefix_jax.tiling import tile_configs
 
 COPY_GROUP = 16  # page copies in one launch
 CHANGE_GROUP = 4096  # page table changes in one launch, before the step
+# For the compiler: no trials of two kernels for one fusion, on arrays as large as those that fill the memory already.
+NO_TRIALS = {"xla_gpu_experimental_enable_fusion_autotuner": False}
 
 
 class Runner:
@@ -64,6 +66,7 @@ class Runner:
 
     def reset(self) -> None:
         """Fresh device state, forgetting every page: at start, and after a step that failed."""
+        self.store = None  # there is no room for two
         self.store = kv_store.make_kv_store(self.config, self.num_pages, self.page_size, self.kv_dtype)
         rows = self.batcher.max_num_seqs + 1
         self.page_table = jnp.zeros((rows, self.batcher.max_pages), jnp.int32)
@@ -116,10 +119,14 @@ class Runner:
 
     def compile(self, bucket: Bucket, num_pages: int) -> Any:
         """The step of one bucket over a store of `num_pages`, for this device."""
+        return self.lower(bucket, num_pages).compile(compiler_options=self.compiler_options(bucket))
+
+    def compiler_options(self, bucket: Bucket) -> dict[str, Any]:
+        if not is_compiled(self.attention):
+            return {}
         # XLA's own matrix products beat the library's for a few tokens, and lose against it from some 32 on.
-        by_library = is_compiled(self.attention) and bucket.num_tokens >= 32
-        options = {"xla_gpu_enable_triton_gemm": False} if by_library else None
-        return self.lower(bucket, num_pages).compile(compiler_options=options)
+        products = {"xla_gpu_enable_triton_gemm": False} if bucket.num_tokens >= 32 else {}
+        return NO_TRIALS | products | (BESIDE_OPTIONS if bucket.kind == "shared" else {})
 
     def _measure_num_pages(self, memory_fraction: float) -> int:
         """Pages for what is free: on a device that reports its memory, after the largest bucket ran over a store of one
@@ -154,7 +161,7 @@ class Runner:
         jit = functools.partial(jax.jit, donate_argnums=0)
         copy = jit(functools.partial(kv_store.copy_pages, page_size=self.page_size))
         pair = (jax.ShapeDtypeStruct((COPY_GROUP,), jnp.int32),) * 2
-        self._copy_pages = copy.lower(self.store, *pair).compile()
+        self._copy_pages = copy.lower(self.store, *pair).compile(compiler_options=NO_TRIALS)
         pair = (jax.ShapeDtypeStruct((CHANGE_GROUP,), jnp.int32),) * 2
         self._change_pages = jit(change_pages).lower(self.page_table, *pair).compile()
         buckets = self.batcher.buckets

@@ -25,7 +25,8 @@ from prefix_jax.tile_plan import TILE_FIELDS, TilePlan, TileShape, tile_plan
 class Tiling:
     """What the attention implementation wants of a plan. wide_rows: query tokens in a wide tile. narrow_programs,
     wide_programs: how many (tile, KV head) programs fill the device; with fewer, ranges are cut. 0: never cut.
-    shared_programs: the same for wide tiles that run beside narrow ones. costs: of tiles that read pages for several
+    shared_programs: the same for wide tiles that run beside narrow ones, spare_programs fewer where these have more to
+    read. costs: of tiles that read pages for several
     chunks; None: every chunk reads all of its own.
 
     fixed: where not 0, all tiles are wide and cut at its multiples, of which a sequence has at most max_splits, so that
@@ -36,6 +37,7 @@ class Tiling:
     narrow_programs: int = 0
     wide_programs: int = 0
     shared_programs: int = 0
+    spare_programs: int = 0
     max_splits: int = 32
     costs: Costs | None = None
     fixed: int = 0
@@ -149,6 +151,7 @@ def _make_bucket(kind: str, num_tokens: int, samples: int, num_kv_heads: int, ti
         # Empty tiles cost as well: room for some 320 programs in many small runs.
         shared = {
             "fill": fill,
+            "spare": min(fill - 1, tiling.spare_programs // num_kv_heads) if kind == "shared" else 0,
             "shared_tiles": max(fill, min(samples // 8, 320 // num_kv_heads)) + -(-num_tokens // rows),
             "shared_partials": num_tokens + max(8 * samples, 1024),
         }

@@ -32,7 +32,7 @@ class TileShape:
     multiples instead. partials: room for results of cut tokens.
 
     shared_tiles, shared_partials: what of these is kept for ranges that chunks share. fill: tiles that fill the device,
-    which such ranges are cut into.
+    which such ranges are cut into; `spare` fewer where the chunks' own ranges, which are read beside them, are more.
     """
 
     tiles: int
@@ -44,6 +44,7 @@ class TileShape:
     shared_tiles: int = 0
     shared_partials: int = 0
     fill: int = 1
+    spare: int = 0
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,8 @@ def tile_plan(
         begins[run.members] = run.last * page_size
     found: list[list[_Ranges]] = [[] for _ in shapes]
     if runs:
-        pieces = _pieces(runs, lengths, shapes[-1], page_size)
+        own = int((starts + lengths - begins).sum())
+        pieces = _pieces(runs, lengths, own, shapes[-1], page_size)
         found[-1].append(_share(runs, pieces, rows, firsts, lengths, num_ranges[-1], shapes[-1].rows, page_size))
     narrow = lengths == 1 if len(shapes) > 1 else np.ones(len(lengths), bool)
     for shape, ranges, counts, chosen in zip(shapes, found, num_ranges, (narrow, ~narrow), strict=False):
@@ -140,14 +142,18 @@ def _tokens(firsts: PerTile, lengths: PerTile) -> Int[np.ndarray, " tokens"]:
     return np.repeat(firsts, lengths) + _within(lengths)
 
 
-def _pieces(runs: Sequence[Run], lengths: PerChunk, wide: TileShape, page_size: int) -> Int[np.ndarray, " runs"]:
-    """Into how many ranges each run is cut: as many as fill the device once, if they and their results fit."""
+def _pieces(
+    runs: Sequence[Run], lengths: PerChunk, own: int, wide: TileShape, page_size: int
+) -> Int[np.ndarray, " runs"]:
+    """Into how many ranges each run is cut: as many as fill the device once, if they and their results fit. own:
+    positions that the chunks read besides."""
     tokens = np.array([lengths[run.members].sum() for run in runs])
     size = np.array([run.last - run.first for run in runs]) * page_size
     if wide.fixed:
         return size // wide.fixed
     tiles = -(-tokens // wide.rows)
-    longest = max(MIN_SHARED_RANGE, page_size, int(tiles @ size) // wide.fill)
+    shared = int(tiles @ size)
+    longest = max(MIN_SHARED_RANGE, page_size, shared // (wide.fill - (wide.spare if own > shared else 0)))
     while True:
         pieces = np.maximum(1, size // longest)
         if pieces.max() == 1 or (pieces @ tokens <= wide.shared_partials and pieces @ tiles <= wide.shared_tiles):

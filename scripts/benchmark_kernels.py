@@ -20,7 +20,7 @@ import numpy as np
 from ceilings import measure_ceilings
 from results import Figure, device_name, write_results
 
-from pallas_kernels import Config, HopperConfig, default_implementation, paged_attention
+from pallas_kernels import BESIDE_OPTIONS, Config, HopperConfig, default_implementation, is_compiled, paged_attention
 from prefix_jax.models.llama import LlamaConfig
 from prefix_jax.runner import batch_merge, batch_tiles
 from prefix_jax.step_batch import Batcher, Bucket
@@ -127,7 +127,9 @@ class Shape:
             jax.ShapeDtypeStruct(shape, jnp.int32)
             for shape in ((bucket.packed_len,), (bucket.num_tokens,), (self.num_rows, self.num_columns))
         )
-        return jax.jit(run, donate_argnums=0).lower(q, packed, position, table, [(slots, slots)] * NUM_LAYERS).compile()
+        lowered = jax.jit(run, donate_argnums=0).lower(q, packed, position, table, [(slots, slots)] * NUM_LAYERS)
+        beside = is_compiled(implementation) and bucket.kind == "shared"
+        return lowered.compile(compiler_options=BESIDE_OPTIONS if beside else None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -282,8 +282,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as cache:
         env = os.environ | {"JAX_COMPILATION_CACHE_DIR": cache}
         command = [sys.executable, __file__, *sys.argv[1:], "--measure"]
-        measured = subprocess.run(command, stdout=subprocess.PIPE, env=env)
-        ceilings, *rows = map(json.loads, measured.stdout.splitlines())
+        with subprocess.Popen(command, stdout=subprocess.PIPE, env=env, text=True) as measured:
+            lines = [print(line, end="", flush=True) or json.loads(line) for line in measured.stdout]
+        ceilings, *rows = lines
         rows = [Figure(**row) for row in rows]
         started = time.time()
         command = [sys.executable, __file__, "--model", args.model, "--dtype", args.dtype, "--first-token"]

@@ -53,7 +53,8 @@ def main() -> None:
         for bucket in runner.batcher.buckets:
             if bucket.name in sys.argv[1:]:
                 sharding = NamedSharding(mesh, PartitionSpec())
-                compiled = [runner.lower(bucket, pages, sharding=sharding).compile() for pages in (500, 5000)]
+                lowered = [runner.lower(bucket, pages, sharding=sharding) for pages in (500, 5000)]
+                compiled = [x.compile(compiler_options=runner.compiler_options(bucket)) for x in lowered]
                 memory = [c.memory_analysis().temp_size_in_bytes for c in compiled]
                 found[bucket.name] = {"temporary": memory}
     print(json.dumps(found))

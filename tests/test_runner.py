@@ -143,12 +143,19 @@ def test_more_pages_are_copied_in_a_step_than_one_launch_takes():
     check_greedy(outputs)
 
 
-def test_reset_forgets_every_page():
+def test_reset_forgets_every_page(monkeypatch):
     llm = make_llm()
     generate(llm, random_prompts(6, 50))
     old = llm.engine.runner.store
     assert any(np.asarray(slots).any() for slots in jax.tree.leaves(old))
-    llm.engine.runner.reset()
+    runner = llm.engine.runner
+
+    def make_with_room_for_one(*args):
+        assert runner.store is None, "the device has no room for two stores"
+        return make_kv_store(*args)
+
+    monkeypatch.setattr("prefix_jax.kv_store.make_kv_store", make_with_room_for_one)
+    runner.reset()
     assert not any(np.asarray(slots).any() for slots in jax.tree.leaves(llm.engine.runner.store))
     assert jax.tree.map(lambda x: (x.shape, x.dtype), old) == jax.tree.map(
         lambda x: (x.shape, x.dtype), llm.engine.runner.store

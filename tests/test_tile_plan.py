@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefix_jax.forest import Costs
+from prefix_jax.forest import Costs, Run
 from prefix_jax.step_batch import Batcher, Bucket, Tiling, make_buckets
 from prefix_jax.tile_plan import RANGE_STEP, TilePlan, TileShape, tile_plan
 
@@ -123,6 +123,19 @@ def test_cut_ranges_are_long_enough_to_be_worth_it(end, splits):
     assert len(reads) <= splits
     assert all(stop - start >= shape.min_range for start, stop, *_ in reads[:-1])
     assert len(reads) > 1 or splits == 1 or end < 2 * shape.min_range
+
+
+@pytest.mark.parametrize(("prefix", "own", "pieces"), [(2048, 1024, 4), (2048, 4096, 2), (1024, 500, 4), (512, 600, 2)])
+def test_shared_ranges_leave_half_of_the_device_to_longer_own_ones(prefix, own, pieces):
+    """Two rows in one tile, cut into four pieces at most, or two; none below 256 positions."""
+    shapes = (
+        TileShape(2, 1, partials=2),
+        TileShape(8, 32, partials=99, shared_tiles=8, shared_partials=99, fill=4, spare=2),
+    )
+    run = Run(np.arange(2), 0, prefix, gain=1.0)
+    starts = np.full(2, prefix + own // 2 - 1)
+    plan = tile_plan(np.arange(2), starts, np.ones(2, int), num_tokens=2, shapes=shapes, runs=[run])
+    assert np.count_nonzero(plan.lists[1].end) == pieces
 
 
 @pytest.mark.parametrize("tiling", TILINGS)
