@@ -2,5 +2,7 @@
 
 from prefix_jax.engine import EngineConfig as EngineConfig
 from prefix_jax.llm import LLM as LLM
+from prefix_jax.prefix_pool import PinBudgetError as PinBudgetError
+from prefix_jax.prefix_pool import Prefix as Prefix
 from prefix_jax.request import RequestOutput as RequestOutput
 from prefix_jax.request import SamplingParams as SamplingParams

@@ -6,10 +6,13 @@ import logging
 import random
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
+from threading import RLock
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,7 +21,7 @@ from pallas_kernels import default_implementation, is_compiled
 from prefix_jax.kv_store import measure_scales
 from prefix_jax.models.llama import Llama
 from prefix_jax.policies import POLICIES
-from prefix_jax.prefix_cache import PrefixCache
+from prefix_jax.prefix_cache import HitEnd, PrefixCache
 from prefix_jax.prefix_pool import PrefixPool
 from prefix_jax.request import CompletionOutput, Request, RequestMetrics, RequestOutput, Sequence
 from prefix_jax.runner import Runner
@@ -83,7 +86,7 @@ class InFlight:
 
 
 class Engine:
-    """Runs requests over one model. One thread calls `step`; any thread may call `abort`."""
+    """Runs requests over one model. One thread at a time calls `step`, holding `lock`; any may `call` and `abort`."""
 
     def __init__(self, model: Llama, tokenizer: Tokenizer | None, config: EngineConfig, *, use_tqdm: bool = False):
         self.config = config
@@ -124,11 +127,15 @@ class Engine:
         self.random = random.Random(config.seed)
         self.sequences: dict[str, Sequence] = {}  # unfinished, by request id
         self.decoders: dict[str, IncrementalDecoder] = {}  # of those with stop strings
-        self.commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self.lock = RLock()
+        self.commands: SimpleQueue[tuple[Callable[[], Any], Future]] = SimpleQueue()
         self.num_added = 0
         self.num_steps = 0
         self.in_flight: InFlight | None = None
         self.recovering = False
+        self.prefill_seconds, self.prefill_tokens = 0.0, 0  # of steps that computed prompts
+        self.collected_at: float | None = None  # while steps follow one another
+        self.prefixes: PrefixPool | None = None
         self._make_host_half()
 
     def _sample_tokens(self, vocab_size: int) -> list[int]:
@@ -140,7 +147,11 @@ class Engine:
     def _make_host_half(self) -> None:
         config, num_pages = self.config, self.runner.num_pages
         self.cache = PrefixCache(num_pages, config.page_size)
-        self.prefixes = PrefixPool(self.cache, int(num_pages * config.pin_fraction))
+        if self.prefixes is None:
+            self.prefixes = PrefixPool(self.cache, int(num_pages * config.pin_fraction))
+            self.prefixes.call, self.prefixes.seconds_per_token = self.call, self.seconds_per_token
+        else:  # after a failure: what was declared stays
+            self.prefixes.attach(self.cache)
         self.scheduler = Scheduler(
             self.cache,
             self.prefixes,
@@ -168,14 +179,29 @@ class Engine:
         if request.max_len <= sequence.prompt_len:
             self.scheduler.finish(sequence, "length", f"the prompt fills the context of {self.max_model_len} tokens")
 
+    def call(self, do: Callable[[], Any]) -> Any:
+        """What `do` returns or raises, done between two steps. Safe from any thread; waits for a step at most."""
+        future: Future = Future()
+        self.commands.put((do, future))
+        while not future.done():
+            if self.lock.acquire(timeout=0.001):  # else whoever steps does it
+                try:
+                    self._do_commands()
+                finally:
+                    self.lock.release()
+        return future.result()
+
     def abort(self, request_id: str) -> None:
         """Ends a request before the next step; unknown and finished ones are left alone. Safe from any thread."""
-        self.commands.put(lambda: self._abort(request_id))
+        self.commands.put((lambda: self._abort(request_id), Future()))
+
+    def seconds_per_token(self) -> float | None:
+        """Of prompts, as measured so far; None before any."""
+        return self.prefill_seconds / self.prefill_tokens if self.prefill_tokens else None
 
     def step(self) -> list[RequestOutput]:
         """Starts the next step while the device computes the last, then collects that one. Returns what finished."""
-        while not self.commands.empty():
-            self.commands.get()()
+        self._do_commands()
         try:
             plan = self.scheduler.schedule()
             launched = self._launch(plan) if plan.chunks else None
@@ -192,6 +218,14 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------------------------
 
+    def _do_commands(self) -> None:
+        while not self.commands.empty():
+            do, future = self.commands.get()
+            try:
+                future.set_result(do())
+            except Exception as error:
+                future.set_exception(error)
+
     def _launch(self, plan: StepPlan) -> InFlight:
         self.num_steps += 1
         return InFlight(plan, self.runner.dispatch(self.batcher.build(plan)))
@@ -199,10 +233,15 @@ class Engine:
     def _collect(self) -> None:
         """Reads the tokens of the step in flight and hands each to its sequence."""
         if self.in_flight is None:
+            self.collected_at = time.monotonic()
             return
         tokens = np.asarray(self.in_flight.tokens).tolist()
         plan, self.in_flight = self.in_flight.plan, None
         now = time.monotonic()
+        if plan.num_tokens > len(plan.chunks) and self.collected_at is not None:
+            self.prefill_seconds += now - self.collected_at
+            self.prefill_tokens += plan.num_tokens
+        self.collected_at = now
         for chunk in plan.chunks:
             sequence = chunk.sequence
             sequence.pending -= chunk.samples
@@ -266,9 +305,18 @@ class Engine:
             list(request.prompt_token_ids),
             [answer],
             num_cached_tokens=sequence.num_cached_tokens or 0,
+            num_published_tokens=sequence.num_published_tokens,
+            hit_end=self._spell(sequence.hit_end),
             metrics=RequestMetrics(request.arrival_time, sequence.first_token_time, sequence.finished_time),
             seed=sequence.seed,
         )
+
+    def _spell(self, end: HitEnd | None) -> HitEnd | None:
+        """With its tokens as text."""
+        if end is None or self.tokenizer is None or end.token is None:
+            return end
+        spell = lambda token: None if token is None else self.tokenizer.decode([token], skip_special_tokens=False)  # noqa: E731
+        return replace(end, text=spell(end.token), cached_text=spell(end.cached_token))
 
     def _text(self, sequence: Sequence) -> str:
         decoder = self.decoders.pop(sequence.request.request_id, None)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from numbers import Integral
+from queue import SimpleQueue
 from typing import Any, Literal
 
 import jax
@@ -16,8 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
+from prefix_jax.cache_report import CacheReport, make_report
 from prefix_jax.engine import Engine, EngineConfig
 from prefix_jax.models.llama import LlamaConfig
+from prefix_jax.prefix_pool import Prefix, PrefixPool
+from prefix_jax.prompts import Prompt, PromptReader
 from prefix_jax.request import CompletionOutput, Request, RequestOutput, SamplingParams
 from prefix_jax.tokenizer import Tokenizer
 from prefix_jax.weights import checkpoint_dtype, load_model, read_config
@@ -25,7 +28,6 @@ from prefix_jax.weights import checkpoint_dtype, load_model, read_config
 log = logging.getLogger(__name__)
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, "float16": jnp.float16}
-Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
 class LLM:
@@ -63,8 +65,26 @@ class LLM:
                 model, self.model_config, dtype=self.dtype, load_format=load_format, seed=config.seed or 0
             )
             self.engine = Engine(weights, self.tokenizer, config, use_tqdm=use_tqdm)
-        self._request_ids = itertools.count()
-        self._warned_prefix_pos = False
+        self.reader = PromptReader(
+            self.tokenizer,
+            self.prefixes,
+            vocab_size=self.model_config.vocab_size,
+            max_model_len=self.engine.max_model_len,
+            check_fits=lambda length: self.engine.scheduler.check_fits(length),
+            is_taken=lambda request_id: request_id in self.engine.sequences,
+        )
+        self.prefixes.encode, self.prefixes.compute = self.reader.encode_prefix, self._compute_prefixes
+        self._inboxes: dict[str, SimpleQueue[RequestOutput]] = {}  # of the calls that wait, by request id
+
+    @property
+    def prefixes(self) -> PrefixPool:
+        """The declared prefixes: `add(content, name=…, parent=…)` gives a handle, `prefixes[name]` finds it again."""
+        return self.engine.prefixes
+
+    def cache_report(self) -> CacheReport:
+        """What the cache holds, and what was expected of it and found; prints as a table."""
+        engine = self.engine
+        return engine.call(lambda: make_report(engine.cache, engine.prefixes, engine.scheduler.counts))
 
     @property
     def stats(self) -> dict[str, float]:
@@ -86,6 +106,8 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         prefix_pos: int | Sequence[int | None] | None = None,
         *,
+        prefix: Prefix | str | Sequence[Prefix | str | None] | None = None,
+        cache_mode: str | Sequence[str] = "readwrite",
         use_tqdm: bool = True,
         on_error: Literal["raise", "return"] = "raise",
         on_output: Callable[[RequestOutput], None] | None = None,
@@ -95,7 +117,9 @@ class LLM:
         prompts: strings, lists of token ids, or dicts with `prompt`, `prompt_token_ids` or `messages` (which go through
         the chat template), and optionally `request_id` and `cache_salt`. sampling_params: one for all or one each.
         prefix_pos: the first so many tokens of a prompt (at most what it has) are a prefix to keep; one for all or one,
-        or None, each. on_output is called with each result as it finishes.
+        or None, each. prefix: what stands before the prompt: a handle, the name of one, or text, which is then a prefix
+        to keep; one for all or one each. cache_mode: "read" leaves nothing in the cache, "write" takes nothing from it,
+        "off" neither. on_output is called with each result as it finishes. Several threads may generate at once.
 
         Everything is validated first. Bad prompts raise one ValueError that names each, and nothing is run; with
         on_error="return" the others run, and the bad ones have finish_reason "error" and say why in `error`.
@@ -105,7 +129,10 @@ class LLM:
         prompts = _as_list(prompts)
         params = _one_each("sampling_params", sampling_params or SamplingParams(), len(prompts), SamplingParams)
         positions = _one_each("prefix_pos", prefix_pos, len(prompts), (int, np.integer, type(None)))
-        requests, errors = self._make_requests(prompts, params, positions)
+        positions = [None if position is None else int(position) for position in positions]
+        before = _one_each("prefix", prefix, len(prompts), (Prefix, str, type(None)))
+        modes = _one_each("cache_mode", cache_mode, len(prompts), str)
+        requests, errors = self.reader.read(prompts, params, positions, before, modes)
         if errors and on_error == "raise":
             raise ValueError(_describe(errors, len(prompts)))
         results = {index: _refused(prompts[index], error) for index, error in errors.items()}
@@ -124,125 +151,75 @@ class LLM:
         """Ends a request that is running in another thread; its output so far is returned with reason "abort"."""
         self.engine.abort(request_id)
 
-    def delete_prefix(self, tokens: Sequence[int], cache_salt: str | None = None) -> bool:
-        """Takes back what `prefix_pos` declared for exactly these tokens: their pages are no longer kept. False if
-        nothing was declared for them, or it has lapsed."""
-        return self.engine.prefixes.delete(array("i", tokens), cache_salt)
+    def delete_prefix(self, prefix: Prefix | str | Sequence[int], cache_salt: str | None = None) -> bool:
+        """Takes back a declaration: a handle's, a name's, or for exactly these tokens (`prefix_pos`). Their pages are
+        no longer kept. False if there is none, or it has lapsed."""
+        if isinstance(prefix, str):
+            if (named := self.prefixes.get(prefix)) is None:
+                return False
+            prefix = named
+        if isinstance(prefix, Prefix):
+            known = not prefix.is_deleted
+            prefix.delete()
+            return known
+        tokens, namespace = array("i", prefix), self.prefixes.namespace(cache_salt)
+        return self.engine.call(lambda: self.prefixes.delete(tokens, namespace))
 
     def reset_prefix_cache(self) -> None:
         """Forgets all declared prefixes and every cached page that no running request reads."""
-        self.engine.prefixes.clear()
-        self.engine.cache.clear()
+        self.engine.call(lambda: (self.prefixes.clear(), self.engine.cache.clear()))
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _run(self, requests: list[Request]):
+    def _run(self, requests: list[Request]) -> Iterator[RequestOutput]:
         """Yields each output as it finishes. Left early, by an error or an interrupt, it leaves no request behind."""
-        open_ids = set()
+        inbox: SimpleQueue[RequestOutput] = SimpleQueue()
+        open_ids: set[str] = set()
+
+        def add() -> None:
+            for request in requests:
+                self.engine.add(request)
+                self._inboxes[request.request_id] = inbox
+                open_ids.add(request.request_id)
+
         try:
             with self._on_device():
-                for request in requests:
-                    self.engine.add(request)
-                    open_ids.add(request.request_id)
+                self.engine.call(add)
                 while open_ids:
-                    for output in self.engine.step():
+                    self._advance()
+                    while not inbox.empty():
+                        output = inbox.get()
                         open_ids.discard(output.request_id)
                         yield output
         finally:
             for request_id in open_ids:
+                self._inboxes.pop(request_id, None)
                 self.engine.abort(request_id)
             with self._on_device():
-                while open_ids and self.engine.has_work:
-                    self.engine.step()
+                while any(request_id in self.engine.sequences for request_id in open_ids):
+                    self._advance()
+
+    def _advance(self) -> None:
+        """One step, whose outputs go to whoever waits for them; or another thread's, whose step it waits for."""
+        if self.engine.lock.acquire(timeout=0.01):
+            try:
+                for output in self.engine.step() if self.engine.has_work else ():
+                    if inbox := self._inboxes.pop(output.request_id, None):
+                        inbox.put(output)
+            finally:
+                self.engine.lock.release()
+
+    def _compute_prefixes(self, prefixes: Iterable[Prefix]) -> None:
+        """Runs each as a prompt, so that its pages are there."""
+        params, ids = SamplingParams(temperature=0, max_tokens=1), self.reader.request_ids
+        requests = [
+            Request(f"warm-{next(ids)}", tuple(p.tokens), params, p.num_tokens + 1, cache_salt=p.salt) for p in prefixes
+        ]
+        for _ in self._run(requests):
+            pass
 
     def _on_device(self):
         return jax.default_device(self._device) if self._device else nullcontext()
-
-    def _make_requests(self, prompts, params, positions) -> tuple[dict[int, Request], dict[int, str]]:
-        """The good requests by index, and what is wrong with the others."""
-        requests: dict[int, Request] = {}
-        errors: dict[int, str] = {}
-        ids: set[str] = set()
-        given = {str(prompt.get("request_id")) for prompt in prompts if isinstance(prompt, Mapping)}
-        fresh_ids = (request_id for request_id in map(str, self._request_ids) if request_id not in given)
-        for index, (prompt, sampling, position) in enumerate(zip(prompts, params, positions, strict=True)):
-            try:
-                request = self._make_request(prompt, sampling, position, fresh_ids)
-                if request.request_id in ids or request.request_id in self.engine.sequences:
-                    raise ValueError(f"request_id {request.request_id!r} is taken")
-                ids.add(request.request_id)
-                requests[index] = request
-            except (ValueError, TypeError) as error:
-                errors[index] = str(error)
-        return requests, errors
-
-    def _make_request(
-        self, prompt: Prompt, sampling: SamplingParams, prefix_pos: int | None, fresh_ids: Iterator[str]
-    ) -> Request:
-        text, token_ids, options = self._read_prompt(prompt)
-        vocab, longest = self.model_config.vocab_size, self.engine.max_model_len
-        if not token_ids or text == "":  # a BOS token alone is nothing to continue
-            raise ValueError("the prompt is empty: it has no tokens")
-        if len(token_ids) > longest:
-            raise ValueError(f"the prompt has {len(token_ids)} tokens, max_model_len is {longest}")
-        if bad := [token for token in token_ids if not 0 <= token < vocab]:
-            raise ValueError(f"token ids must be in [0, {vocab}), got {bad[:3]}")
-        if bad := [token for token in sampling.stop_token_ids if not 0 <= token < vocab]:
-            raise ValueError(f"stop_token_ids must be in [0, {vocab}), got {bad[:3]}")
-        if sampling.stop and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer, and this model was loaded without one")
-        if not isinstance(salt := options.get("cache_salt"), str | None):
-            raise TypeError(f"cache_salt must be a string, got {salt!r}")
-        self.engine.scheduler.check_fits(len(token_ids))
-        max_len = longest if sampling.max_tokens is None else min(len(token_ids) + sampling.max_tokens, longest)
-        return Request(
-            request_id=str(options.get("request_id") or next(fresh_ids)),
-            prompt_token_ids=tuple(token_ids),
-            sampling=sampling,
-            max_len=max_len,
-            prompt=text,
-            prefix_pos=self._clamp_prefix_pos(prefix_pos, len(token_ids)),
-            cache_salt=salt,
-        )
-
-    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], Mapping[str, Any]]:
-        """(text, token ids, the dict's other entries)."""
-        options: Mapping[str, Any] = {}
-        if isinstance(prompt, Mapping):
-            options = prompt
-            known = ("prompt", "prompt_token_ids", "messages")
-            given = [key for key in known if prompt.get(key) is not None]
-            if len(given) != 1 and given != ["prompt", "prompt_token_ids"]:
-                raise ValueError(
-                    f"a prompt dict needs one of {', '.join(known)}, got {', '.join(map(str, prompt)) or 'none'}"
-                )
-            if given == ["messages"]:
-                self._need_tokenizer()
-                text = self.tokenizer.render_chat(prompt["messages"])
-                return text, self.tokenizer.encode_rendered(text), options
-            if "prompt_token_ids" in given:
-                return prompt.get("prompt"), _token_list(prompt["prompt_token_ids"]), options
-            prompt = prompt["prompt"]
-        if isinstance(prompt, str):
-            self._need_tokenizer()
-            return prompt, self.tokenizer.encode(prompt), options
-        return None, _token_list(prompt), options
-
-    def _need_tokenizer(self) -> None:
-        if self.tokenizer is None:
-            raise ValueError("text needs a tokenizer, and this model was loaded without one: give token ids")
-
-    def _clamp_prefix_pos(self, prefix_pos: int | None, prompt_len: int) -> int:
-        if prefix_pos is None:
-            return 0
-        if prefix_pos < 0:
-            raise ValueError(f"prefix_pos must not be negative, got {prefix_pos}")
-        if prefix_pos > prompt_len and not self._warned_prefix_pos:
-            self._warned_prefix_pos = True
-            log.warning(
-                "prefix_pos %d is beyond a prompt of %d tokens: clamped, here and later", prefix_pos, prompt_len
-            )
-        return min(int(prefix_pos), prompt_len)
 
 
 def _load_tokenizer(tokenizer, model, load_format: str) -> Tokenizer | None:
@@ -286,15 +263,6 @@ def _one_each(name: str, value: Any, count: int, kind: type | tuple[type, ...]) 
         if isinstance(entry, bool) or not isinstance(entry, kind):
             raise TypeError(f"{name}[{index}] is not usable: {entry!r}")
     return values
-
-
-def _token_list(tokens: Any) -> list[int]:
-    tokens = tokens.tolist() if isinstance(tokens, np.ndarray) else tokens
-    if isinstance(tokens, Sequence) and set(map(type, tokens)) == {int}:
-        return list(tokens)  # nearly always: asking each token for its abstract class takes a second per million
-    if not isinstance(tokens, Sequence) or any(isinstance(t, bool) or not isinstance(t, Integral) for t in tokens):
-        raise TypeError(f"a prompt must be text, a list of token ids, or a dict of these, got {tokens!r:.80}")
-    return [int(token) for token in tokens]
 
 
 def _describe(errors: dict[int, str], count: int) -> str:

@@ -10,13 +10,60 @@ from __future__ import annotations
 
 import logging
 from array import array
+from collections import OrderedDict
 from collections.abc import Hashable
+from dataclasses import dataclass
+from itertools import islice
 
 from prefix_jax import eviction
 from prefix_jax.page_pool import PagePool
 from prefix_jax.prefix_trie import TOKEN_BYTES, Node, PrefixTrie, Root
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class HitEnd:
+    """Where a prompt's hit ended, and why.
+
+    reason: "whole prompt", all but its last token was found; "one token", there was nothing to find; "off", the request
+    or the engine reads nothing; "diverged", the cache goes on with another token there; "same step", what it shares is
+    being computed in the very step that it began in; "no room", for a copy of the page that it shares in part;
+    "evicted", the next page was there once; "other salt" and "other weights", the next page is there for those; "new",
+    none of these.
+    token, cached_token: at `position`, the prompt's and, where it diverged, the cache's; as text too, with a tokenizer.
+    """
+
+    reason: str
+    position: int
+    token: int | None = None
+    cached_token: int | None = None
+    text: str | None = None
+    cached_text: str | None = None
+
+    def __str__(self) -> str:
+        if self.reason != "diverged":
+            return f"{self.reason}, at position {self.position}"
+        own, cached = self.text or self.token, self.cached_text or self.cached_token
+        return f"diverged at position {self.position}: {own!r} here, {cached!r} in the cache"
+
+
+class PageHistory:
+    """Digests of the pages that were published, the latest `limit`: what a cache without end would still have. It
+    serves statistics alone, so a collision is harmless."""
+
+    def __init__(self, limit: int):
+        self.limit = limit
+        self.digests: OrderedDict[int, None] = OrderedDict()
+
+    def add(self, digest: int) -> None:
+        self.digests[digest] = None
+        self.digests.move_to_end(digest)
+        if len(self.digests) > self.limit:
+            self.digests.popitem(last=False)
+
+    def __contains__(self, digest: int) -> bool:
+        return digest in self.digests
 
 
 class PageTable:
@@ -55,6 +102,7 @@ class PrefixCache:
         self.num_pinned = 0
         self.num_evicted = 0
         self.num_pinned_evicted = 0
+        self.history = PageHistory(max(4 * num_pages, 65_536))
 
     # A sequence's hold on pages ------------------------------------------------------------------------------------
 
@@ -66,7 +114,7 @@ class PrefixCache:
         Where the match ends inside a page, the page's matching head is to be copied into a fresh page (`table.copy`).
         """
         root = self.trie.root(namespace)
-        nodes = self._match(root, tokens) if reads else []
+        nodes = self._match(root, tokens, (len(tokens) - 1) // self.page_size) if reads else []
         for held in nodes:
             self._hold(held)
             held.readers += 1
@@ -127,6 +175,7 @@ class PrefixCache:
                 node.readers = 1
                 node.last_use = self.clock
                 table.nodes.append(node)
+                self.history.add(node.digest)
                 published += 1
             elif written:
                 self._take_over(table, node)
@@ -151,10 +200,51 @@ class PrefixCache:
         while node := self.queue.pop() or self._oldest_pinned_leaf():
             self._evict(node)
 
+    # What there is ---------------------------------------------------------------------------------------------------
+
+    def find(self, tokens: array, namespace: Hashable = None) -> list[Node]:
+        """The published full pages of these tokens, in order."""
+        root = self.trie.roots.get(namespace)
+        return self._match(root, tokens, len(tokens) // self.page_size) if root else []
+
+    def expected_len(self, tokens: array, namespace: Hashable = None) -> int:
+        """Positions of full pages that a cache without end would have found for a prompt."""
+        digest = hash(namespace)
+        for column in range((len(tokens) - 1) // self.page_size):
+            digest = hash((digest, self._key(tokens, column)))
+            if digest not in self.history:
+                return column * self.page_size
+        return (len(tokens) - 1) // self.page_size * self.page_size
+
+    def explain(self, table: PageTable, tokens: array) -> HitEnd:
+        """Why the hit of a table that has just been opened ended where it did."""
+        position, column = table.cached_len, len(table.nodes)
+        if position >= len(tokens) - 1:
+            return HitEnd("whole prompt" if len(tokens) > 1 else "one token", position)
+        last, token = table.last, tokens[position]
+        head = tokens[column * self.page_size : min((column + 1) * self.page_size, len(tokens) - 1)].tobytes()
+        near, shared = last.longest_head(head, self.step)
+        if last.longest_head(head, self.step + 1)[1] > shared:
+            return HitEnd("same step", position, token)
+        if column * self.page_size + shared > position:
+            return HitEnd("no room", position, token)
+        if hash((last.digest, self._key(tokens, column))) in self.history:
+            return HitEnd("evicted", position, token)
+        for other in islice(self.trie.roots.values(), 64):
+            if other is not table.root and self._has(other, tokens, column):
+                mine, its = (
+                    root.namespace[0] if isinstance(root.namespace, tuple) else None for root in (table.root, other)
+                )
+                return HitEnd("other salt" if mine == its else "other weights", position, token)
+        if near is None and not last.children:
+            return HitEnd("new", position, token)
+        cached = array("i", (near or last.children[0]).key)[shared]
+        return HitEnd("diverged", position, token, cached)
+
     # Pins ----------------------------------------------------------------------------------------------------------
 
     def pin(self, node: Node) -> None:
-        """Keeps an open table's node from eviction; its parents must be pinned first."""
+        """Keeps a node from eviction; its parents must be pinned first."""
         self._hold(node)
         self.num_pinned += node.pins == 0
         node.pins += 1
@@ -203,15 +293,20 @@ class PrefixCache:
     def _key(self, tokens: array, column: int) -> bytes:
         return tokens[column * self.page_size : (column + 1) * self.page_size].tobytes()
 
-    def _match(self, root: Node, tokens: array) -> list[Node]:
+    def _match(self, root: Node, tokens: array, num_pages: int) -> list[Node]:
         nodes, node = [], root
-        for column in range((len(tokens) - 1) // self.page_size):
+        for column in range(num_pages):
             child = node.child(self._key(tokens, column))
             if child is None:
                 break
             nodes.append(child)
             node = child
         return nodes
+
+    def _has(self, root: Root, tokens: array, column: int) -> bool:
+        """Whether a namespace has the page of this column, and so all before it."""
+        end = (column + 1) * self.page_size
+        return end <= len(tokens) and len(self._match(root, tokens, column + 1)) == column + 1
 
     def _copy_head(self, table: PageTable, tokens: array) -> None:
         column = len(table.nodes)

@@ -17,7 +17,7 @@ class Node:
     """One published page. Children are kept in the order of their keys, so that the neighbours of a key that is missing
     are the ones that share most with it."""
 
-    __slots__ = ("key", "page", "parent", "keys", "children", "readers", "pins", "last_use", "step")
+    __slots__ = ("key", "page", "parent", "keys", "children", "readers", "pins", "last_use", "step", "digest")
 
     def __init__(self, key: bytes, page: int, parent: Node | None, step: int):
         self.key = key
@@ -29,6 +29,7 @@ class Node:
         self.pins = 0  # declared prefixes that include this node
         self.last_use = 0
         self.step = step  # the step that fills the page; it may be copied from in later ones
+        self.digest = hash((parent.digest if parent else 0, key))  # of the path; for statistics, identity is the tokens
 
     @property
     def is_idle(self) -> bool:
@@ -86,6 +87,7 @@ class Root(Node):
     def __init__(self, namespace: Hashable):
         super().__init__(b"", 0, None, 0)
         self.namespace = namespace
+        self.digest = hash(namespace)
 
 
 class PrefixTrie:

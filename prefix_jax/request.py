@@ -10,10 +10,11 @@ from numbers import Integral, Real
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from prefix_jax.prefix_cache import PageTable
+    from prefix_jax.prefix_cache import HitEnd, PageTable
     from prefix_jax.prefix_pool import Prefix
 
 MAX_FLOAT32 = 3.4e38
+CACHE_MODES = ("readwrite", "read", "write", "off")
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,8 @@ def _require_number(name: str, value: object, kind: type) -> None:
 @dataclass(frozen=True)
 class Request:
     """What a caller asked for. `max_len` bounds prompt and output together; `prefix_pos` marks the first so many tokens
-    as a prefix to keep; equal `cache_salt`s share cached pages."""
+    as a prefix to keep; equal `cache_salt`s share cached pages. cache_mode: whether it takes pages that are in the
+    cache ("read"), leaves its own there ("write"), both or neither ("readwrite", "off")."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -89,7 +91,16 @@ class Request:
     prompt: str | None = None
     prefix_pos: int = 0
     cache_salt: str | None = None
+    cache_mode: str = "readwrite"
     arrival_time: float = field(default_factory=time.monotonic)
+
+    @property
+    def reads(self) -> bool:
+        return self.cache_mode in ("readwrite", "read")
+
+    @property
+    def writes(self) -> bool:
+        return self.cache_mode in ("readwrite", "write")
 
 
 class Sequence:
@@ -101,8 +112,9 @@ class Sequence:
     """
 
     __slots__ = (
-        "request", "tokens", "order", "seed", "computed_len", "pending", "row", "table", "prefix", "planned_step",
-        "num_cached_tokens", "first_token_time", "finished_time", "finish_reason", "stop_reason", "text",
+        "request", "tokens", "order", "seed", "computed_len", "pending", "row", "table", "prefixes", "planned_step",
+        "num_cached_tokens", "num_published_tokens", "hit_end",
+        "first_token_time", "finished_time", "finish_reason", "stop_reason", "text",
     )  # fmt: skip
 
     def __init__(self, request: Request, order: int, seed: int):
@@ -114,9 +126,11 @@ class Sequence:
         self.pending = 0
         self.row: int | None = None  # of the device's page table, while running
         self.table: PageTable | None = None
-        self.prefix: Prefix | None = None
+        self.prefixes: list[Prefix] = []  # declared ones that it begins with, while running
         self.planned_step = -1  # the last step plan that holds a chunk of this sequence
         self.num_cached_tokens: int | None = None  # at the first admission
+        self.num_published_tokens = 0
+        self.hit_end: HitEnd | None = None  # of the first admission
         self.first_token_time: float | None = None
         self.finished_time: float | None = None
         self.finish_reason: str | None = None
@@ -126,7 +140,8 @@ class Sequence:
     def reset(self) -> None:
         """Forgets all that is on the device, as if it had just arrived with the tokens it has."""
         self.computed_len = self.pending = 0
-        self.row = self.table = self.prefix = None
+        self.row = self.table = None
+        self.prefixes = []
         self.planned_step = -1  # steps are counted anew
 
     @property
@@ -171,14 +186,17 @@ class RequestMetrics:
 
 @dataclass
 class RequestOutput:
-    """The result of one request. `num_cached_tokens` of the prompt were found in the prefix cache; `seed` is the one
-    that was used; `error` says why a refused request was."""
+    """The result of one request. `num_cached_tokens` of the prompt were found in the prefix cache, and `hit_end` says
+    why no more were; `num_published_tokens` of prompt and output were put there. `seed` is the one that was used;
+    `error` says why a refused request was."""
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     num_cached_tokens: int = 0
+    num_published_tokens: int = 0
+    hit_end: HitEnd | None = None
     metrics: RequestMetrics | None = None
     seed: int | None = None
     error: str | None = None

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from prefix_jax.policies import POLICIES
-from prefix_jax.prefix_cache import PageTable, PrefixCache
+from prefix_jax.prefix_cache import HitEnd, PageTable, PrefixCache
 from prefix_jax.prefix_pool import PrefixPool
 from prefix_jax.request import Sequence
 
 COUNTED = (
-    "cached_tokens", "adopted_tokens", "computed_tokens", "computed_prompt_tokens", "published_pages", "preemptions",
+    "prompt_tokens", "expected_tokens", "found_tokens", "cached_tokens", "adopted_tokens",
+    "computed_tokens", "computed_prompt_tokens", "published_pages", "preemptions",
 )  # fmt: skip
 
 
@@ -90,6 +91,7 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Plans the next step and takes the pages for it. The plan may be empty while a step is in flight."""
         self.cache.step += 1
+        self.prefixes.drop_expired()
         plan = StepPlan()
         # Decodes first: a long prompt must not hold up those that are already answering. And the oldest first: who
         # comes early finds others to preempt.
@@ -133,7 +135,7 @@ class Scheduler:
         remaining = sequence.remaining
         if remaining == 0:
             return  # its last token is in flight
-        if remaining > 1 and self.caching:
+        if remaining > 1 and self.caching and sequence.request.reads:
             adopted = self.cache.adopt(sequence.table, sequence.tokens, sequence.computed_len)
             self.counts["adopted_tokens"] += adopted - sequence.computed_len
             remaining -= adopted - sequence.computed_len
@@ -173,8 +175,13 @@ class Scheduler:
                 return
             if sequence.pending:
                 return  # preempted with a step in flight: it keeps its place, and nobody takes the pages it left
-            salt, caching = sequence.request.cache_salt, self.caching
-            table = self.cache.open(sequence.tokens, salt, reads=caching, publishes=caching)
+            request, caching = sequence.request, self.caching
+            table = self.cache.open(
+                sequence.tokens,
+                self.prefixes.namespace(request.cache_salt),
+                reads=caching and request.reads,
+                publishes=caching and request.writes,
+            )
             # All known positions at once: a prompt that is half in can then never be thrown out for its own rest.
             if not self.cache.grow(table, sequence.length, force=not self.running):
                 self.cache.close(table)
@@ -192,14 +199,32 @@ class Scheduler:
         sequence.computed_len = table.cached_len
         if table.copy is not None:
             plan.copies.append(table.copy)
-        if sequence.num_cached_tokens is None:
-            sequence.num_cached_tokens = table.cached_len
         self.counts["cached_tokens"] += table.cached_len
-        prefix_pos = sequence.request.prefix_pos
-        if prefix_pos and self.caching:
-            sequence.prefix = self.prefixes.declare(sequence.tokens[:prefix_pos], sequence.request.cache_salt)
+        if self.caching:
+            self._find_prefixes(sequence)
+        if sequence.num_cached_tokens is None:
+            self._count_hit(sequence)
         length = min(sequence.remaining, self.max_num_batched_tokens - plan.num_tokens)
         self._plan_chunk(sequence, length, plan)
+
+    def _find_prefixes(self, sequence: Sequence) -> None:
+        """The declared prefixes that it begins with, those it declares itself included."""
+        namespace, prefix_pos = sequence.table.root.namespace, sequence.request.prefix_pos
+        sequence.prefixes = self.prefixes.find(sequence.tokens, namespace)
+        if prefix_pos:
+            sequence.prefixes.append(self.prefixes.declare(sequence.tokens[:prefix_pos], namespace))
+
+    def _count_hit(self, sequence: Sequence) -> None:
+        """What it found when it was admitted first, what a cache without end would have had for it, and why it did not
+        find more."""
+        table, reads = sequence.table, self.caching and sequence.request.reads
+        sequence.num_cached_tokens = table.cached_len
+        sequence.hit_end = self.cache.explain(table, sequence.tokens) if reads else HitEnd("off", 0)
+        self.prefixes.count(sequence.prefixes, table.cached_len)
+        self.counts["prompt_tokens"] += sequence.prompt_len
+        self.counts["found_tokens"] += table.cached_len
+        expected = self.cache.expected_len(sequence.tokens, table.root.namespace)
+        self.counts["expected_tokens"] += max(expected, table.cached_len)
 
     def _plan_chunk(self, sequence: Sequence, length: int, plan: StepPlan) -> None:
         """Appends a chunk and publishes the pages it fills, for all that come later in this very plan. A chunk that
@@ -221,12 +246,15 @@ class Scheduler:
     def _publish(self, sequence: Sequence, *, written: bool) -> None:
         table, end = sequence.table, min(sequence.computed_len, len(sequence.tokens))
         if end >= (len(table.nodes) + 1) * self.cache.page_size:
-            self.counts["published_pages"] += self.cache.publish(table, sequence.tokens, end, written=written)
-        if sequence.prefix is not None:
-            self.prefixes.pin_published(sequence.prefix, table)
+            published = self.cache.publish(table, sequence.tokens, end, written=written)
+            self.counts["published_pages"] += published
+            sequence.num_published_tokens += published * self.cache.page_size
+        for prefix in sequence.prefixes:
+            self.prefixes.pin_published(prefix, table.nodes)
 
     def _release(self, sequence: Sequence) -> None:
         self.cache.close(sequence.table)
         self.running.remove(sequence)
         self.free_rows.append(sequence.row)
         sequence.table = sequence.row = None
+        sequence.prefixes = []

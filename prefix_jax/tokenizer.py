@@ -4,6 +4,7 @@ Chat templates are rendered as transformers renders them. Decoding is incrementa
 """
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property, partial
@@ -119,6 +120,26 @@ class Tokenizer:
         """Ids of a chat that has been rendered already."""
         return self._backend.encode(text, add_special_tokens=False).ids
 
+    def encode_beginning(self, text: str) -> list[int]:
+        """The leading ids of a text that stay whatever follows it: those before its last word, sign or space, which
+        tokenizers join with what comes next."""
+        others = [_LAST_RUN.sub("", text), *(text + after for after in _CONTINUATIONS)]
+        return _common_start(self.encode(text), map(self.encode, others))
+
+    def encode_chat_beginning(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The leading ids of a chat that stay whatever messages follow these."""
+        own = self.encode_chat(messages, add_generation_prompt=False)
+        chats = []
+        for role in ("user", "assistant", "system"):
+            for content in ("a", "1", " b", "\n"):
+                try:
+                    chats.append(self.encode_chat([*messages, {"role": role, "content": content}]))
+                except ValueError:
+                    continue  # the template wants another order of roles
+        if not chats:
+            raise ValueError("the chat template takes no message behind these")
+        return _common_start(own, chats)
+
     @cached_property
     def _compiled_template(self) -> jinja2.Template:
         def raise_exception(message: str):
@@ -199,6 +220,38 @@ class IncrementalDecoder:
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, self._skip_special_tokens)
+
+
+_LAST_RUN = re.compile(r"\s*(\w+|[^\w\s]+)?\s*\Z")
+_CONTINUATIONS = (
+    "a",
+    " a",
+    "A",
+    "ing",
+    "0",
+    "1",
+    ".",
+    ",",
+    "'s",
+    "\n",
+    "\n\n",
+    " ",
+    "  ",
+    "\t",
+    "-",
+    "_",
+    "/",
+    "é",
+    "的",
+    "あ",
+    "🙂",
+)
+
+
+def _common_start(ids: list[int], others: Iterable[list[int]]) -> list[int]:
+    for other in others:
+        ids = ids[: next((i for i, pair in enumerate(zip(ids, other, strict=False)) if pair[0] != pair[1]), len(other))]
+    return ids
 
 
 def _certain(text: str, max_unfinished: int) -> str:

@@ -225,7 +225,7 @@ def test_prefix_pos_is_one_for_all_or_one_each(llm):
 
 
 def test_a_prefix_beyond_the_prompt_is_cut_to_it_with_one_warning(llm, caplog):
-    llm._warned_prefix_pos = False
+    llm.reader._warned_prefix_pos = False
     (prompt,) = random_prompts(10, 20)
     outputs = generate(llm, [prompt, prompt], prefix_pos=[99, 100])
     generate(llm, [prompt], prefix_pos=21)

@@ -1,0 +1,214 @@
+"""What callers write -> requests: texts, token ids and chats, alone or behind a prefix, each checked before it runs."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+
+from prefix_jax.prefix_pool import Encoded, Prefix, PrefixPool
+from prefix_jax.request import CACHE_MODES, Request, SamplingParams
+from prefix_jax.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+Prompt = str | Sequence[int] | np.ndarray | Mapping[str, Any]
+
+
+class PromptReader:
+    """Knows what fits: `vocab_size` tokens, `max_model_len` positions, what `check_fits` lets pass, ids not taken."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        prefixes: PrefixPool,
+        *,
+        vocab_size: int,
+        max_model_len: int,
+        check_fits: Callable[[int], None],
+        is_taken: Callable[[str], bool],
+    ):
+        self.tokenizer = tokenizer
+        self.prefixes = prefixes
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+        self.check_fits = check_fits
+        self.is_taken = is_taken
+        self.request_ids = itertools.count()
+        self._warned_prefix_pos = False
+
+    def read(self, prompts, params, positions, before, modes) -> tuple[dict[int, Request], dict[int, str]]:
+        """The good requests by index, and what is wrong with the others."""
+        requests: dict[int, Request] = {}
+        errors: dict[int, str] = {}
+        ids: set[str] = set()
+        given = {str(prompt.get("request_id")) for prompt in prompts if isinstance(prompt, Mapping)}
+        fresh_ids = (request_id for request_id in map(str, self.request_ids) if request_id not in given)
+        asked = zip(prompts, params, positions, before, modes, strict=True)
+        for index, (prompt, sampling, position, prefix, mode) in enumerate(asked):
+            try:
+                request = self._read(prompt, sampling, position, prefix, mode, fresh_ids)
+                if request.request_id in ids or self.is_taken(request.request_id):
+                    raise ValueError(f"request_id {request.request_id!r} is taken")
+                ids.add(request.request_id)
+                requests[index] = request
+            except (ValueError, TypeError) as error:
+                errors[index] = str(error)
+        return requests, errors
+
+    def _read(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        prefix_pos: int | None,
+        prefix: Prefix | str | None,
+        cache_mode: str,
+        fresh_ids: Iterator[str],
+    ) -> Request:
+        text, token_ids, options = self._read_prompt(prompt)
+        salt = options.get("cache_salt")
+        if not isinstance(salt, str | None):
+            raise TypeError(f"cache_salt must be a string, got {salt!r}")
+        if prefix is not None:
+            text, token_ids, prefix_pos, salt = self._put_behind(prefix, prompt, token_ids, prefix_pos, salt)
+        vocab, longest = self.vocab_size, self.max_model_len
+        if not token_ids or text == "":  # a BOS token alone is nothing to continue
+            raise ValueError("the prompt is empty: it has no tokens")
+        self._check_tokens(token_ids, "the prompt")
+        if bad := [token for token in sampling.stop_token_ids if not 0 <= token < vocab]:
+            raise ValueError(f"stop_token_ids must be in [0, {vocab}), got {bad[:3]}")
+        if sampling.stop and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, and this model was loaded without one")
+        mode = options.get("cache_mode", cache_mode)
+        if mode not in CACHE_MODES:
+            raise ValueError(f"cache_mode must be one of {', '.join(CACHE_MODES)}, got {mode!r}")
+        self.check_fits(len(token_ids))
+        max_len = longest if sampling.max_tokens is None else min(len(token_ids) + sampling.max_tokens, longest)
+        return Request(
+            request_id=str(options.get("request_id") or next(fresh_ids)),
+            prompt_token_ids=tuple(token_ids),
+            sampling=sampling,
+            max_len=max_len,
+            prompt=text,
+            prefix_pos=self._clamp_prefix_pos(prefix_pos, len(token_ids)),
+            cache_salt=salt,
+            cache_mode=mode,
+        )
+
+    def _check_tokens(self, token_ids: Sequence[int], what: str) -> None:
+        vocab, longest = self.vocab_size, self.max_model_len
+        if len(token_ids) > longest:
+            raise ValueError(f"{what} has {len(token_ids)} tokens, max_model_len is {longest}")
+        if bad := [token for token in token_ids if not 0 <= token < vocab]:
+            raise ValueError(f"token ids must be in [0, {vocab}), got {bad[:3]}")
+
+    def _put_behind(
+        self, prefix: Prefix | str, prompt: Prompt, token_ids: list[int], prefix_pos: int | None, salt: str | None
+    ) -> tuple[str | None, list[int], int | None, str | None]:
+        """Text, token ids, what of them is a prefix to keep, and the salt, of a prompt behind a prefix."""
+        if isinstance(prefix, str):
+            prefix = self.prefixes.get(prefix) or prefix
+        if isinstance(prefix, str):
+            above = self.encode_prefix(prefix, None)
+            prefix_pos = max(prefix_pos or 0, len(above.tokens))
+        else:
+            prefix._check()
+            above = prefix.content
+            if salt not in (None, prefix.salt):
+                raise ValueError(f"the prefix has cache_salt {prefix.salt!r}, the prompt {salt!r}")
+            salt = prefix.salt
+        messages = prompt.get("messages") if isinstance(prompt, Mapping) else None
+        if messages is not None:
+            if above.messages is None:
+                raise ValueError("messages go behind messages: the prefix was not declared by any")
+            text = self.tokenizer.render_chat([*above.messages, *messages])
+            return text, self.tokenizer.encode_rendered(text), prefix_pos, salt
+        text = prompt if isinstance(prompt, str) else prompt.get("prompt") if isinstance(prompt, Mapping) else None
+        if text is None or (isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is not None):
+            return None, [*above.whole, *token_ids], prefix_pos, salt
+        behind = self._encode_text(text, above)
+        return behind.text, behind.whole, prefix_pos, salt
+
+    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], Mapping[str, Any]]:
+        """(text, token ids, the dict's other entries)."""
+        options: Mapping[str, Any] = {}
+        if isinstance(prompt, Mapping):
+            options = prompt
+            known = ("prompt", "prompt_token_ids", "messages")
+            given = [key for key in known if prompt.get(key) is not None]
+            if len(given) != 1 and given != ["prompt", "prompt_token_ids"]:
+                raise ValueError(
+                    f"a prompt dict needs one of {', '.join(known)}, got {', '.join(map(str, prompt)) or 'none'}"
+                )
+            if given == ["messages"]:
+                self._need_tokenizer()
+                text = self.tokenizer.render_chat(prompt["messages"])
+                return text, self.tokenizer.encode_rendered(text), options
+            if "prompt_token_ids" in given:
+                return prompt.get("prompt"), _token_list(prompt["prompt_token_ids"]), options
+            prompt = prompt["prompt"]
+        if isinstance(prompt, str):
+            self._need_tokenizer()
+            return prompt, self.tokenizer.encode(prompt), options
+        return None, _token_list(prompt), options
+
+    def _need_tokenizer(self) -> None:
+        if self.tokenizer is None:
+            raise ValueError("text needs a tokenizer, and this model was loaded without one: give token ids")
+
+    def _clamp_prefix_pos(self, prefix_pos: int | None, prompt_len: int) -> int:
+        if prefix_pos is None:
+            return 0
+        if prefix_pos < 0:
+            raise ValueError(f"prefix_pos must not be negative, got {prefix_pos}")
+        if prefix_pos > prompt_len and not self._warned_prefix_pos:
+            self._warned_prefix_pos = True
+            log.warning(
+                "prefix_pos %d is beyond a prompt of %d tokens: clamped, here and later", prefix_pos, prompt_len
+            )
+        return min(int(prefix_pos), prompt_len)
+
+    def encode_prefix(self, content: Any, above: Encoded | None) -> Encoded:
+        """What a prefix's content becomes behind another's. ValueError if the two do not go together, or for too many
+        tokens or unknown ones."""
+        if isinstance(content, str):
+            encoded = self._encode_text(content, above)
+        elif isinstance(content, Sequence) and content and all(isinstance(part, Mapping) for part in content):
+            if above is not None and above.messages is None:
+                raise ValueError("messages go behind messages: the prefix before them was not declared by any")
+            self._need_tokenizer()
+            messages = [*(above.messages if above else ()), *content]
+            whole = self.tokenizer.encode_chat(messages, add_generation_prompt=False)
+            encoded = Encoded(self.tokenizer.encode_chat_beginning(messages), whole, messages=messages)
+        else:
+            tokens = [*(above.whole if above else ()), *_token_list(content)]
+            encoded = Encoded(tokens, tokens)
+        self._check_tokens(encoded.whole, "the prefix")
+        return encoded
+
+    def _encode_text(self, text: str, above: Encoded | None) -> Encoded:
+        self._need_tokenizer()
+        if above is None or above.text is not None:
+            text = (above.text if above else "") + text
+            return Encoded(self.tokenizer.encode_beginning(text), self.tokenizer.encode(text), text=text)
+        if above.messages is not None:
+            raise ValueError("text does not go behind messages: give messages")
+        return Encoded(*([*above.whole, *self._without_bos(ids)] for ids in (
+            self.tokenizer.encode_beginning(text), self.tokenizer.encode(text)
+        )))  # fmt: skip
+
+    def _without_bos(self, ids: list[int]) -> list[int]:
+        return ids[1:] if ids[:1] == [self.tokenizer.bos_id] else ids
+
+
+def _token_list(tokens: Any) -> list[int]:
+    tokens = tokens.tolist() if isinstance(tokens, np.ndarray) else tokens
+    if isinstance(tokens, Sequence) and set(map(type, tokens)) == {int}:
+        return list(tokens)  # nearly always: asking each token for its abstract class takes a second per million
+    if not isinstance(tokens, Sequence) or any(isinstance(t, bool) or not isinstance(t, Integral) for t in tokens):
+        raise TypeError(f"a prompt must be text, a list of token ids, or a dict of these, got {tokens!r:.80}")
+    return [int(token) for token in tokens]

@@ -1,0 +1,390 @@
+"""Declared prefixes in a user's hands: handles, levels, budgets, what requests behind them find, and the report."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+from engines import TIGHT, cached_of, check_greedy, generate, greedy, make_llm, random_prompts, tokens_of
+
+from prefix_jax import LLM, PinBudgetError
+
+TEXT = "the hen and the other one, and then the end of the day when all the hens and the men went home again. "
+CHAT = [{"role": "system", "content": TEXT}]
+
+
+@pytest.fixture
+def llm() -> LLM:
+    return make_llm()
+
+
+# A handle's life ------------------------------------------------------------------------------------------------------
+
+
+def test_a_warmed_prefix_is_found_to_the_token(llm):
+    prefix, tail = random_prompts(1, 50, 7)
+    handle = llm.prefixes.add(prefix, name="rules")
+    assert llm.prefixes["rules"] is handle and "rules" in llm.prefixes and list(llm.prefixes) == [handle]
+    before = handle.stats()
+    assert (before.pinned, before.published, before.missing, before.uses) == (0, 0, 3, 0)
+    handle.warm()
+    (output,) = generate(llm, [tail], prefix="rules")
+    assert output.prompt_token_ids == [*prefix, *tail]
+    assert cached_of([output]) == [48], "full pages; the tail of a prefix is computed anew"
+    check_greedy([output])
+    after = handle.stats()
+    assert (after.pinned, after.published, after.missing, after.readers) == (3, 0, 0, 0)
+    assert (after.uses, after.hits, after.tokens_saved) == (2, 1, 48), "the warming and one request"
+    assert after.ms_saved > 0 and after.page_seconds > 0 and 0 <= after.last_use < 60
+
+
+def test_warming_what_is_there_computes_one_token(llm):
+    (prefix,) = random_prompts(2, 48)
+    handle = llm.prefixes.add(prefix).warm()
+    before = llm.stats["computed_prompt_tokens"]
+    handle.warm()
+    assert llm.stats["computed_prompt_tokens"] - before == 1, "the last token's logits belong to nobody"
+
+
+def test_a_prefix_is_pinned_by_the_first_request_that_begins_with_it(llm):
+    prefix, tail = random_prompts(3, 64, 5)
+    handle = llm.prefixes.add(prefix)
+    generate(llm, [[*prefix, *tail]])
+    assert handle.stats().pinned == 4 and llm.stats["pinned_pages"] == 4
+    others = random_prompts(4, *[200] * 6)
+    generate(llm, others)
+    assert llm.stats["evicted_pages"] > 0 and handle.stats().pinned == 4
+    handle.unpin()
+    generate(llm, others)
+    assert handle.stats().missing == 4
+    handle.pin().warm()
+    assert handle.stats().pinned == 4
+
+
+def test_pinning_finds_what_is_published_already(llm):
+    (prompt,) = random_prompts(5, 70)
+    generate(llm, [prompt])
+    assert llm.prefixes.add(prompt[:40]).stats().pinned == 2
+    assert llm.prefixes.add(prompt, pin=False).stats().published == 2
+
+
+def test_levels_share_pages(llm):
+    system, tools, shots = random_prompts(6, 32, 20, 30)
+    top = llm.prefixes.add(system, name="system")
+    middle = llm.prefixes.add(tools, name="tools", parent=top)
+    bottom = llm.prefixes.add(shots, name="shots", parent="tools")
+    assert [p.num_tokens for p in llm.prefixes] == [32, 52, 82] and bottom.parent.parent is top
+    bottom.warm()
+    assert llm.stats["pinned_pages"] == 5, "two of the top, one more of the middle, two of the bottom"
+    (output,) = generate(llm, [[7, 8, 9]], prefix=middle)
+    assert output.prompt_token_ids == [*system, *tools, 7, 8, 9] and output.num_cached_tokens == 52
+    bottom.delete()
+    assert llm.stats["pinned_pages"] == 3
+    with pytest.raises(ValueError, match="prefix 'shots' is deleted or has expired"):
+        bottom.warm()
+    with pytest.raises(KeyError, match="no prefix 'shots'; there are: 'system', 'tools'"):
+        llm.prefixes["shots"]
+
+
+def test_a_deleted_prefix_is_ordinary_pages(llm):
+    (prefix,) = random_prompts(7, 48)
+    handle = llm.prefixes.add(prefix, name="a").warm()
+    assert llm.delete_prefix("a") and not llm.delete_prefix("a") and not llm.delete_prefix(handle)
+    assert llm.stats["pinned_pages"] == 0
+    assert cached_of(generate(llm, [[*prefix, 5]])) == [48], "still there"
+    generate(llm, random_prompts(8, *[200] * 6))
+    assert cached_of(generate(llm, [[*prefix, 5]])) == [0]
+
+
+def test_deleting_while_read_harms_no_reader(llm):
+    prefix, tail = random_prompts(9, 48, 4)
+    handle = llm.prefixes.add(prefix).warm()
+    deleted = []
+
+    def delete(output):
+        deleted.append(handle.stats().readers)
+        handle.delete()
+
+    params = [greedy(1), greedy(30)]
+    outputs = generate(llm, [[*prefix, 9], [*prefix, *tail]], params, on_output=delete)
+    assert deleted[0] == 1
+    check_greedy(outputs)
+
+
+def test_a_prefix_expires_and_can_be_refreshed(llm, monkeypatch):
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    (prefix,) = random_prompts(10, 32)
+    handle = llm.prefixes.add(prefix, name="short", ttl=10).warm()
+    now += 9
+    handle.refresh(5)
+    now += 4
+    assert "short" in llm.prefixes
+    now += 2
+    generate(llm, [[5, 6]])
+    assert llm.stats["pinned_pages"] == 0 and handle.is_deleted and "short" not in llm.prefixes
+    llm.prefixes.add(prefix, name="short", ttl=1).refresh(None)
+    now += 1e6
+    assert "short" in llm.prefixes
+
+
+def test_over_budget_adding_and_pinning_say_who_holds_what():
+    llm = make_llm(**TIGHT)  # 16 pages of 4, half of them for pins
+    a, b, c = random_prompts(11, 12, 16, 8)
+    llm.prefixes.add(a, name="a")
+    llm.prefixes.add([*a[:8], *b[:8]], name="fork")
+    handle = llm.prefixes.add(b, name="b", pin=False)
+    message = (
+        r"prefix 'b' needs 4 pages; at most 8 may be pinned, of which 5 are taken: prefix 'a' 3 pages, prefix 'fork' 4"
+    )
+    with pytest.raises(PinBudgetError, match=message):
+        handle.pin()
+    with pytest.raises(PinBudgetError, match="a prefix of 16 tokens needs 4 pages"):
+        llm.prefixes.add(b)
+    assert len(llm.prefixes) == 3
+    llm.prefixes.add(c)
+    generate(llm, [[*c, *c, 4, 5]], prefix_pos=16)
+    assert llm.stats["pinned_pages"] <= 8
+    llm.prefixes["a"].warm()
+    llm.prefixes["fork"].warm()
+    assert llm.stats["pinned_pages"] == 8 - 1, "what prefix_pos had marked has lapsed"
+
+
+def test_bad_prefixes_are_refused(llm):
+    llm.prefixes.add([1, 2], name="x")
+    for content, options, message in [
+        ([3], {"name": "x"}, "a prefix named 'x' exists already, of 2 tokens"),
+        ([], {}, "needs at least one token"),
+        ("", {}, "needs at least one token"),
+        ([1, 10**6], {}, r"token ids must be in \[0, 300\), got \[1000000\]"),
+        ([1] * 257, {}, "the prefix has 257 tokens, max_model_len is 256"),
+        ([1], {"ttl": 0}, "ttl must be a positive number of seconds or None, got 0"),
+        ([1], {"parent": "x", "salt": "s"}, "prefix 'x' has salt None, got 's'"),
+        (CHAT, {"parent": "x"}, "messages go behind messages"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            llm.prefixes.add(content, **options)
+    with pytest.raises(KeyError, match="no prefix 'y'"):
+        llm.prefixes.add([1], parent="y")
+    with pytest.raises(TypeError, match="a prompt must be text"):
+        llm.prefixes.add(1.5)
+    assert len(llm.prefixes) == 1
+
+
+def test_handles_outlive_a_failed_step(llm, monkeypatch):
+    prefix, tail = random_prompts(12, 48, 4)
+    handle = llm.prefixes.add(prefix, name="kept").warm()
+    dispatch, failures = llm.engine.runner.dispatch, [RuntimeError("the device is gone")]
+
+    def fail_once(batch):
+        if failures:
+            raise failures.pop()
+        return dispatch(batch)
+
+    monkeypatch.setattr(llm.engine.runner, "dispatch", fail_once)
+    outputs = generate(llm, [tail], prefix=handle)
+    check_greedy(outputs)
+    assert llm.prefixes["kept"] is handle and handle.stats().pinned == 3
+    llm.engine.cache.check()
+
+
+# Text and chats -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("after", ["e", " end", "\n", "n the end", "! 12", "é"])
+def test_text_counts_as_far_as_nothing_behind_it_changes_it(llm, after):
+    for cut in range(1, len(TEXT)):
+        beginning = llm.tokenizer.encode_beginning(TEXT[:cut])
+        whole = llm.tokenizer.encode(TEXT[:cut] + after)
+        assert whole[: len(beginning)] == beginning
+    handle = llm.prefixes.add(TEXT[:60], name="text").warm()
+    (output,) = generate(llm, [after], prefix=handle)
+    assert output.prompt == TEXT[:60] + after
+    assert output.prompt_token_ids == llm.tokenizer.encode(TEXT[:60] + after)
+    assert output.num_cached_tokens >= handle.num_pages * 16 > 0
+
+
+def test_a_chat_goes_on_behind_its_beginning(llm):
+    handle = llm.prefixes.add(CHAT, name="chat").warm()
+    question = [{"role": "user", "content": "and?"}]
+    behind, alone = generate(llm, [{"messages": question}], prefix="chat") + generate(
+        llm, [{"messages": CHAT + question}]
+    )
+    assert behind.prompt_token_ids == alone.prompt_token_ids and behind.prompt == alone.prompt
+    assert behind.num_cached_tokens >= handle.num_pages * 16 > 0
+    deeper = llm.prefixes.add(question, parent=handle)
+    assert deeper.num_tokens > handle.num_tokens
+    assert deeper.tokens[: handle.num_tokens] == handle.tokens
+
+
+def test_text_before_a_prompt_is_a_prefix_to_keep(llm):
+    outputs = generate(llm, ["and", "the end"], prefix=TEXT)
+    assert [o.prompt for o in outputs] == [TEXT + "and", TEXT + "the end"]
+    assert llm.stats["pinned_pages"] > 0 and not len(llm.prefixes)
+    check_greedy(outputs)
+
+
+def test_what_does_not_go_together_is_refused_before_anything_runs(llm):
+    llm.prefixes.add(CHAT, name="chat")
+    llm.prefixes.add([1, 2, 3], name="ids", salt="s")
+    outputs = generate(
+        llm,
+        [[5], "text", {"messages": CHAT}, {"prompt_token_ids": [5], "cache_salt": "t"}, [5]],
+        prefix=["ids", "chat", "ids", "ids", None],
+        on_error="return",
+    )
+    assert [o.error for o in outputs] == [
+        None,
+        "text does not go behind messages: give messages",
+        "messages go behind messages: the prefix was not declared by any",
+        "the prefix has cache_salt 's', the prompt 't'",
+        None,
+    ]
+    with pytest.raises(ValueError, match="cache_mode must be one of readwrite, read, write, off, got 'no'"):
+        generate(llm, [[5]], cache_mode="no")
+
+
+# What a request asks of the cache -------------------------------------------------------------------------------------
+
+
+def test_cache_modes_read_and_write_or_do_not(llm):
+    (prompt,) = random_prompts(13, 70)
+    found = []
+    for mode in ("off", "read", "write", "write", "read", "off", "readwrite"):
+        (output,) = generate(llm, [prompt], greedy(12), cache_mode=mode)
+        found.append((output.num_cached_tokens, output.num_published_tokens))
+        check_greedy([output])
+    # 81 positions are computed; five pages are full.
+    assert found == [(0, 0), (0, 0), (0, 80), (0, 0), (69, 0), (0, 0), (69, 0)]
+    llm.engine.cache.check()
+
+
+def test_each_prompt_may_have_its_own_mode(llm):
+    (prompt,) = random_prompts(14, 40)
+    prompts = [{"prompt_token_ids": prompt, "cache_mode": "write"}]
+    assert generate(llm, prompts, cache_mode="off")[0].num_published_tokens == 32
+
+
+def test_why_a_hit_ended(llm):
+    a, b = random_prompts(15, 40, 40)
+    reasons = []
+
+    def ask(prompt, **options):
+        (output,) = generate(llm, [prompt], greedy(1), **options)
+        reasons.append((output.hit_end.reason, output.hit_end.position))
+        return output.hit_end
+
+    ask(a)
+    ask(a)
+    ask(a[:33])
+    diverged = ask([*a[:20], *b])
+    assert (diverged.token, diverged.cached_token) == (b[0], a[20])
+    assert str(diverged).startswith("diverged at position 20: ") and repr(llm.tokenizer.decode(a[20:21])) in str(
+        diverged
+    )
+    ask({"prompt_token_ids": a, "cache_salt": "other"})
+    ask(a, cache_mode="write")
+    ask([9])
+    generate(llm, random_prompts(16, *[250] * 5))
+    ask(a)
+    assert reasons == [
+        ("new", 0), ("new", 32), ("whole prompt", 32), ("diverged", 20), ("other salt", 0), ("off", 0),
+        ("one token", 0), ("evicted", 0),
+    ]  # fmt: skip
+
+
+def test_the_report_adds_up(llm):
+    prefix, *tails = random_prompts(17, 64, 5, 6, 7)
+    llm.prefixes.add(prefix, name="shared").warm()
+    outputs = generate(llm, tails, prefix="shared")
+    report = llm.cache_report()
+    assert report.free + report.private + report.read + report.pinned + report.idle == report.num_pages == 64
+    assert (report.pinned, report.private, report.read, report.num_marked) == (4, 0, 0, 0)
+    assert report.prompt_tokens == 64 + sum(len(o.prompt_token_ids) for o in outputs)
+    assert report.found_tokens == report.expected_tokens == 3 * 64
+    text = str(report)
+    assert "64 pages of 16: " in text and f"found 192 ({192 / report.prompt_tokens:.1%})" in text
+    assert [line.split()[:5] for line in text.splitlines() if line.startswith("shared")] == [
+        ["shared", "64", "4", "0", "0"]
+    ]
+
+
+def test_what_was_expected_counts_what_was_evicted(llm):
+    (prompt,) = random_prompts(18, 65)
+    generate(llm, [prompt])
+    generate(llm, random_prompts(19, *[250] * 5))
+    generate(llm, [prompt])
+    report = llm.cache_report()
+    assert (report.found_tokens, report.expected_tokens) == (0, 64)
+
+
+# Threads --------------------------------------------------------------------------------------------------------------
+
+
+def test_prefixes_are_declared_while_another_thread_generates(llm):
+    prompts = random_prompts(20, *[30] * 12)
+    found: dict[str, object] = {}
+
+    def declare():
+        for i, (prefix,) in enumerate(random_prompts(21 + i, 32) for i in range(4)):
+            handle = llm.prefixes.add(prefix, name=f"p{i}").warm()
+            found[f"p{i}"] = handle.stats()
+
+    thread = threading.Thread(target=declare)
+    thread.start()
+    outputs = generate(llm, prompts, greedy(40))
+    thread.join(60)
+    assert not thread.is_alive()
+    check_greedy(outputs)
+    assert [found[f"p{i}"].pinned for i in range(4)] == [2] * 4
+
+
+def test_several_threads_generate_at_once(llm):
+    groups = [random_prompts(30 + i, *[20 + i] * 5) for i in range(4)]
+    outputs: dict[int, list] = {}
+    threads = [
+        threading.Thread(target=lambda i=i: outputs.update({i: generate(llm, groups[i], greedy(10))})) for i in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert sorted(outputs) == [0, 1, 2, 3]
+    for i, group in enumerate(groups):
+        assert [o.prompt_token_ids for o in outputs[i]] == group
+        check_greedy(outputs[i])
+    assert not llm.engine.sequences and not llm._inboxes
+
+
+def test_random_lives_of_prefixes(llm):
+    rng = np.random.default_rng(5)
+    llm = make_llm(**TIGHT)
+    stem = random_prompts(40, 40)[0]
+    handles = []
+    for _ in range(60):
+        what = rng.integers(6)
+        try:
+            if what == 0:
+                handles.append(llm.prefixes.add(stem[: rng.integers(1, 40)], pin=bool(rng.integers(2))))
+            elif what == 1 and handles:
+                handles.pop(rng.integers(len(handles))).delete()
+            elif what == 2 and handles:
+                handles[rng.integers(len(handles))].warm()
+            elif what == 3 and handles:
+                handle = handles[rng.integers(len(handles))]
+                (handle.unpin if rng.integers(2) else handle.pin)()
+            else:
+                prompts = [
+                    [*stem[: rng.integers(1, 40)], *rng.integers(4, 300, rng.integers(0, 9)).tolist()] for _ in range(3)
+                ]
+                outputs = generate(llm, prompts, greedy(int(rng.integers(1, 9))), prefix_pos=int(rng.integers(0, 20)))
+                check_greedy(outputs)
+        except PinBudgetError:
+            pass
+        assert llm.stats["pinned_pages"] <= 8
+        llm.engine.cache.check()
+        report = llm.cache_report()
+        assert report.free + report.private + report.read + report.pinned + report.idle == 16
+    llm.reset_prefix_cache()
+    assert llm.stats["pinned_pages"] == 0 and not len(llm.prefixes) and len(llm.engine.cache.pool) == 16
+    assert tokens_of(generate(llm, [stem])) == tokens_of(generate(llm, [stem]))
