@@ -62,7 +62,7 @@ class PromptReader:
 
     def _read(
         self,
-        prompt: Prompt,
+        prompt: Any,
         sampling: SamplingParams,
         prefix_pos: int | None,
         prefix: Prefix | str | None,
@@ -107,7 +107,7 @@ class PromptReader:
             raise ValueError(f"token ids must be in [0, {vocab}), got {bad[:3]}")
 
     def _put_behind(
-        self, prefix: Prefix | str, prompt: Prompt, token_ids: list[int], prefix_pos: int | None, salt: str | None
+        self, prefix: Prefix | str, prompt: Any, token_ids: list[int], prefix_pos: int | None, salt: str | None
     ) -> tuple[str | None, list[int], int | None, str | None]:
         """Text, token ids, what of them is a prefix to keep, and the salt, of a prompt behind a prefix."""
         if isinstance(prefix, str):
@@ -133,7 +133,7 @@ class PromptReader:
         behind = self._encode_text(text, above)
         return behind.text, behind.whole, prefix_pos, salt
 
-    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], Mapping[str, Any]]:
+    def _read_prompt(self, prompt: Any) -> tuple[str | None, list[int], Mapping[str, Any]]:
         """(text, token ids, the dict's other entries)."""
         options: Mapping[str, Any] = {}
         if isinstance(prompt, Mapping):
