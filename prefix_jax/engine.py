@@ -195,6 +195,16 @@ class Engine:
         """Ends a request before the next step; unknown and finished ones are left alone. Safe from any thread."""
         self.commands.put((lambda: self._abort(request_id), Future()))
 
+    def set_params(self, model: Llama) -> None:
+        """Goes on with other weights of the same shapes. Nothing that the former ones computed is used any more, and
+        unfinished sequences go on from the tokens they have. Between two steps: use `call`."""
+        self.runner.set_params(model)
+        with suppress(RuntimeError):
+            self._collect()
+        former = self.cache.history
+        self._start_over()
+        self.cache.former = former
+
     def seconds_per_token(self) -> float | None:
         """Of prompts, as measured so far; None before any."""
         return self.prefill_seconds / self.prefill_tokens if self.prefill_tokens else None

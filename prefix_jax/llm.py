@@ -7,6 +7,7 @@ import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import fields
 from numbers import Integral
 from queue import SimpleQueue
 from typing import Any, Literal
@@ -162,8 +163,18 @@ class LLM:
             known = not prefix.is_deleted
             prefix.delete()
             return known
-        tokens, namespace = array("i", prefix), self.prefixes.namespace(cache_salt)
-        return self.engine.call(lambda: self.prefixes.delete(tokens, namespace))
+        return self.engine.call(lambda: self.prefixes.delete(array("i", prefix), cache_salt))
+
+    def load_weights(self, model: str | os.PathLike) -> None:
+        """Takes the weights of another checkpoint of the same model, between two steps. Cached pages of the former
+        weights never match again; declared prefixes stay and are computed anew. ValueError if shapes differ."""
+        config = read_config(model, "auto")
+        if (mine := self.model_config) != config:
+            names = [field.name for field in fields(config) if getattr(mine, field.name) != getattr(config, field.name)]
+            raise ValueError(f"{model} is another model: {', '.join(names)} differ")
+        with self._on_device():
+            weights = load_model(model, config, dtype=self.dtype, load_format="auto", seed=0)
+            self.engine.call(lambda: self.engine.set_params(weights))
 
     def reset_prefix_cache(self) -> None:
         """Forgets all declared prefixes and every cached page that no running request reads."""

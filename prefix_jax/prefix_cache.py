@@ -11,9 +11,9 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, takewhile
 
 from prefix_jax import eviction
 from prefix_jax.page_pool import PagePool
@@ -29,8 +29,8 @@ class HitEnd:
     reason: "whole prompt", all but its last token was found; "one token", there was nothing to find; "off", the request
     or the engine reads nothing; "diverged", the cache goes on with another token there; "same step", what it shares is
     being computed in the very step that it began in; "no room", for a copy of the page that it shares in part;
-    "evicted", the next page was there once; "other salt" and "other weights", the next page is there for those; "new",
-    none of these.
+    "evicted", the next page was there once; "other weights", it was there before the weights changed; "other salt", it
+    is there for another; "new", none of these.
     token, cached_token: at `position`, the prompt's and, where it diverged, the cache's; as text too, with a tokenizer.
     """
 
@@ -103,6 +103,7 @@ class PrefixCache:
         self.num_evicted = 0
         self.num_pinned_evicted = 0
         self.history = PageHistory(max(4 * num_pages, 65_536))
+        self.former: PageHistory | None = None  # of the weights before these
 
     # A sequence's hold on pages ------------------------------------------------------------------------------------
 
@@ -196,7 +197,8 @@ class PrefixCache:
         self.tables.remove(table)
 
     def clear(self) -> None:
-        """Forgets every page that nobody reads, pinned ones too."""
+        """Forgets every page that nobody reads, pinned ones too, and what there was."""
+        self.history, self.former = PageHistory(self.history.limit), None
         while node := self.queue.pop() or self._oldest_pinned_leaf():
             self._evict(node)
 
@@ -209,12 +211,8 @@ class PrefixCache:
 
     def expected_len(self, tokens: array, namespace: Hashable = None) -> int:
         """Positions of full pages that a cache without end would have found for a prompt."""
-        digest = hash(namespace)
-        for column in range((len(tokens) - 1) // self.page_size):
-            digest = hash((digest, self._key(tokens, column)))
-            if digest not in self.history:
-                return column * self.page_size
-        return (len(tokens) - 1) // self.page_size * self.page_size
+        digests = self._digests(tokens, (len(tokens) - 1) // self.page_size, namespace)
+        return sum(1 for _ in takewhile(self.history.__contains__, digests)) * self.page_size
 
     def explain(self, table: PageTable, tokens: array) -> HitEnd:
         """Why the hit of a table that has just been opened ended where it did."""
@@ -230,12 +228,13 @@ class PrefixCache:
             return HitEnd("no room", position, token)
         if hash((last.digest, self._key(tokens, column))) in self.history:
             return HitEnd("evicted", position, token)
+        if self.former is not None and (column + 1) * self.page_size <= len(tokens):
+            *_, digest = self._digests(tokens, column + 1, table.root.namespace)
+            if digest in self.former:
+                return HitEnd("other weights", position, token)
         for other in islice(self.trie.roots.values(), 64):
             if other is not table.root and self._has(other, tokens, column):
-                mine, its = (
-                    root.namespace[0] if isinstance(root.namespace, tuple) else None for root in (table.root, other)
-                )
-                return HitEnd("other salt" if mine == its else "other weights", position, token)
+                return HitEnd("other salt", position, token)
         if near is None and not last.children:
             return HitEnd("new", position, token)
         cached = array("i", (near or last.children[0]).key)[shared]
@@ -302,6 +301,13 @@ class PrefixCache:
             nodes.append(child)
             node = child
         return nodes
+
+    def _digests(self, tokens: array, num_pages: int, namespace: Hashable) -> Iterator[int]:
+        """As nodes on the path of these pages have them."""
+        digest = hash(namespace)
+        for column in range(num_pages):
+            digest = hash((digest, self._key(tokens, column)))
+            yield digest
 
     def _has(self, root: Root, tokens: array, column: int) -> bool:
         """Whether a namespace has the page of this column, and so all before it."""

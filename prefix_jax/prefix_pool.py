@@ -63,8 +63,7 @@ class Prefix:
 
     pool: PrefixPool
     tokens: array
-    namespace: Hashable
-    salt: str | None = None
+    salt: Hashable
     name: str | None = None
     parent: Prefix | None = None
     content: Encoded | None = None  # of one that was added
@@ -142,7 +141,6 @@ class PrefixPool:
         self.encode: Callable[[Content, Encoded | None], Encoded] = encode_tokens
         self.compute: Callable[[Iterable[Prefix]], None] = _cannot_compute
         self.call: Callable[[Callable[[], Any]], Any] = lambda do: do()
-        self.namespace: Callable[[str | None], Hashable] = lambda salt: salt
         self.seconds_per_token: Callable[[], float | None] = lambda: None
 
     # What callers do ----------------------------------------------------------------------------------------------
@@ -174,8 +172,7 @@ class PrefixPool:
         if not encoded.tokens:
             raise ValueError(f"a prefix needs at least one token that nothing behind it changes, got {content!r:.80}")
         salt = above.salt if above else salt
-        tokens, namespace = array("i", encoded.tokens), self.namespace(salt)
-        prefix = Prefix(self, tokens, namespace, salt, name, above, encoded, pin, expires)
+        prefix = Prefix(self, array("i", encoded.tokens), salt, name, above, encoded, pin, expires)
         self.call(lambda: self._add(prefix))
         return prefix
 
@@ -204,19 +201,19 @@ class PrefixPool:
 
     # What the scheduler does --------------------------------------------------------------------------------------
 
-    def declare(self, tokens: array, namespace: Hashable = None) -> Prefix:
+    def declare(self, tokens: array, salt: Hashable = None) -> Prefix:
         """The prefix that `prefix_pos` marks, made now or found again."""
-        key = (namespace, tokens.tobytes())
-        prefix = self.prefixes.pop(key, None) or Prefix(self, tokens, namespace)
+        key = (salt, tokens.tobytes())
+        prefix = self.prefixes.pop(key, None) or Prefix(self, tokens, salt)
         self.prefixes[key] = prefix
         if len(self.prefixes) > max(1, self.max_pinned):
             self._lapse(next(iter(self.prefixes.values())))
         return prefix
 
-    def find(self, tokens: array, namespace: Hashable = None) -> list[Prefix]:
+    def find(self, tokens: array, salt: Hashable = None) -> list[Prefix]:
         """The added prefixes of a page and more that these tokens begin with."""
         size = self.cache.page_size
-        mine = self.by_first_page.get((namespace, tokens[:size].tobytes()), ())
+        mine = self.by_first_page.get((salt, tokens[:size].tobytes()), ())
         return [prefix for prefix in mine if tokens[: len(prefix.tokens)] == prefix.tokens]
 
     def count(self, prefixes: Iterable[Prefix], cached_len: int) -> None:
@@ -260,11 +257,11 @@ class PrefixPool:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def delete(self, tokens: array, namespace: Hashable = None) -> bool:
+    def delete(self, tokens: array, salt: Hashable = None) -> bool:
         """Forgets all declarations of exactly these tokens. False if there was none."""
-        found = [p for p in self.find(tokens, namespace) if p.tokens == tokens]
-        found += [p for p in self.added if p not in found and (p.namespace, p.tokens) == (namespace, tokens)]
-        marked = self.prefixes.get((namespace, tokens.tobytes()))
+        found = [p for p in self.find(tokens, salt) if p.tokens == tokens]
+        found += [p for p in self.added if p not in found and (p.salt, p.tokens) == (salt, tokens)]
+        marked = self.prefixes.get((salt, tokens.tobytes()))
         for prefix in [*found, *([marked] if marked else [])]:
             self._lapse(prefix)
         return bool(found or marked)
@@ -299,7 +296,7 @@ class PrefixPool:
             self._pin_found(prefix)
 
     def _pin_found(self, prefix: Prefix) -> None:
-        self.pin_published(prefix, self.cache.find(prefix.tokens, prefix.namespace))
+        self.pin_published(prefix, self.cache.find(prefix.tokens, prefix.salt))
 
     def _unpin(self, prefix: Prefix) -> None:
         self._release(prefix)
@@ -325,7 +322,7 @@ class PrefixPool:
         size = self.cache.page_size * TOKEN_BYTES
         spaces: dict[Hashable, list[bytes]] = {}
         for prefix in prefixes:
-            spaces.setdefault(prefix.namespace, []).append(prefix.tokens.tobytes()[: prefix.num_pages * size])
+            spaces.setdefault(prefix.salt, []).append(prefix.tokens.tobytes()[: prefix.num_pages * size])
         total = sum(prefix.num_pages for prefix in prefixes)
         return total - sum(_common_pages(*pair, size) for space in spaces.values() for pair in pairwise(sorted(space)))
 
@@ -351,7 +348,7 @@ class PrefixPool:
                 if not self.by_first_page[key]:
                     del self.by_first_page[key]
         else:
-            del self.prefixes[prefix.namespace, prefix.tokens.tobytes()]
+            del self.prefixes[prefix.salt, prefix.tokens.tobytes()]
         self._release(prefix)
 
     def _release(self, prefix: Prefix) -> None:
@@ -372,7 +369,7 @@ class PrefixPool:
     def _stats(self, prefix: Prefix) -> PrefixStats:
         self.drop_expired()
         self._count_time(prefix)
-        found = self.cache.find(prefix.tokens, prefix.namespace)
+        found = self.cache.find(prefix.tokens, prefix.salt)
         pinned = sum(node.pins > 0 for node in found)
         rate = self.seconds_per_token()
         return PrefixStats(
@@ -391,7 +388,7 @@ class PrefixPool:
         )
 
     def _first_page(self, prefix: Prefix) -> tuple[Hashable, bytes]:
-        return prefix.namespace, prefix.tokens[: self.cache.page_size].tobytes()
+        return prefix.salt, prefix.tokens[: self.cache.page_size].tobytes()
 
 
 def encode_tokens(content: Content, above: Encoded | None) -> Encoded:

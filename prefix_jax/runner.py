@@ -49,9 +49,8 @@ class Runner:
         scales: tuple[Scales, ...] | None = None,
         use_tqdm: bool = False,
     ):
-        graph, state = nnx.split(model)
+        self.graph, state = nnx.split(model)
         self.params, self.param_tree = jax.tree.flatten(state)
-        self.graph = graph
         self.config = model.config
         self.dtype = model.dtype
         self.scales = scales
@@ -63,6 +62,14 @@ class Runner:
         self.reset()
         self.steps: dict[str, Any] = {}
         self._warm_up(use_tqdm)
+
+    def set_params(self, model: Llama) -> None:
+        """Runs on with this model's parameters. ValueError if their shapes or dtypes are others."""
+        params, tree = jax.tree.flatten(nnx.split(model)[1])
+        kinds, new = ([(p.shape, p.dtype) for p in these] for these in (self.params, params))
+        if tree != self.param_tree or kinds != new:
+            raise ValueError("the parameters of another model: shapes or dtypes differ")
+        self.params = params
 
     def reset(self) -> None:
         """Fresh device state, forgetting every page: at start, and after a step that failed."""

@@ -178,7 +178,7 @@ class Scheduler:
             request, caching = sequence.request, self.caching
             table = self.cache.open(
                 sequence.tokens,
-                self.prefixes.namespace(request.cache_salt),
+                request.cache_salt,
                 reads=caching and request.reads,
                 publishes=caching and request.writes,
             )
@@ -209,10 +209,10 @@ class Scheduler:
 
     def _find_prefixes(self, sequence: Sequence) -> None:
         """The declared prefixes that it begins with, those it declares itself included."""
-        namespace, prefix_pos = sequence.table.root.namespace, sequence.request.prefix_pos
-        sequence.prefixes = self.prefixes.find(sequence.tokens, namespace)
+        salt, prefix_pos = sequence.request.cache_salt, sequence.request.prefix_pos
+        sequence.prefixes = self.prefixes.find(sequence.tokens, salt)
         if prefix_pos:
-            sequence.prefixes.append(self.prefixes.declare(sequence.tokens[:prefix_pos], namespace))
+            sequence.prefixes.append(self.prefixes.declare(sequence.tokens[:prefix_pos], salt))
 
     def _count_hit(self, sequence: Sequence) -> None:
         """What it found when it was admitted first, what a cache without end would have had for it, and why it did not

@@ -5,7 +5,8 @@ import time
 
 import numpy as np
 import pytest
-from engines import TIGHT, cached_of, check_greedy, generate, greedy, make_llm, random_prompts, tokens_of
+from engines import TIGHT, cached_of, check_greedy, generate, greedy, make_llm, random_prompts, tiny_folder, tokens_of
+from tiny_models import tiny_config, tiny_weights, write_checkpoint
 
 from prefix_jax import LLM, PinBudgetError
 
@@ -388,3 +389,28 @@ def test_random_lives_of_prefixes(llm):
     llm.reset_prefix_cache()
     assert llm.stats["pinned_pages"] == 0 and not len(llm.prefixes) and len(llm.engine.cache.pool) == 16
     assert tokens_of(generate(llm, [stem])) == tokens_of(generate(llm, [stem]))
+
+
+# Other weights --------------------------------------------------------------------------------------------------------
+
+
+def test_pages_of_other_weights_never_match(llm, tmp_path):
+    prefix, tail = random_prompts(50, 48, 5)
+    weights = tiny_weights(tiny_config(), seed=1)
+    other = write_checkpoint(tmp_path / "other", tiny_config(), weights)
+    handle = llm.prefixes.add(prefix, name="kept").warm()
+    mine = generate(llm, [[*prefix, *tail]])
+    try:
+        llm.load_weights(other)
+        assert handle.stats().missing == 3
+        (output,) = generate(llm, [[*prefix, *tail]])
+        assert (output.num_cached_tokens, output.hit_end.reason) == (0, "other weights")
+        check_greedy([output], other)
+        assert handle.stats().pinned == 3
+        again = generate(llm, [[*prefix, *tail]])
+        assert cached_of(again) == [48] and tokens_of(again) == tokens_of([output])
+    finally:
+        llm.load_weights(tiny_folder())
+    assert tokens_of(generate(llm, [[*prefix, *tail]])) == tokens_of(mine)
+    with pytest.raises(ValueError, match="another model: num_layers differ"):
+        llm.load_weights(write_checkpoint(tmp_path / "deep", (deep := tiny_config(num_layers=3)), tiny_weights(deep)))
