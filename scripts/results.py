@@ -117,14 +117,18 @@ def device_name(platform: str | None = None) -> str:
 
 
 def render_readme(text: str, folder: Path = FOLDER) -> str:
-    """The README with the tables of all result files between its two markers."""
+    """The README with the tables of all result files between its two markers; of long ones, the rows with a goal."""
     before, _, rest = text.partition(START)
     _, _, after = rest.partition(END)
     tables = []
     for path in sorted(folder.glob("*.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
         rows = [Figure(**row) for row in content["rows"]]
-        tables.append(f"`{content['command']}`, {content['device']}, {content['date']}:\n\n{table(rows)}")
+        shown = rows if len(rows) <= 12 else [row for row in rows if row.must is not None]
+        rest = f"\n\n{len(rows) - len(shown)} more rows are in `{path.name}`." if len(rows) > len(shown) else ""
+        versions = f"JAX {content['versions'].get('jax', '?')}"
+        title = f"`{content['command']}`, {content['device']}, {versions}, {content['date']}:"
+        tables.append(f"{title}\n\n{table(shown)}{rest}")
     return f"{before}{START}\n{chr(10).join(f'{block}{chr(10)}' for block in tables)}{END}{after}"
 
 
