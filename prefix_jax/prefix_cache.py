@@ -102,7 +102,7 @@ class PrefixCache:
         self.num_pinned = 0
         self.num_evicted = 0
         self.num_pinned_evicted = 0
-        self.history = PageHistory(max(4 * num_pages, 65_536))
+        self.history = PageHistory(max(2 * num_pages, 65_536))
         self.former: PageHistory | None = None  # of the weights before these
 
     # A sequence's hold on pages ------------------------------------------------------------------------------------
