@@ -114,11 +114,17 @@ class FakeEngine:
         self.finished: list[Sequence] = []
         self.plans: list[StepPlan] = []
 
-    def add(self, prompt, max_tokens=None, *, stops=(), prefix_pos=0, salt=None) -> Sequence:
+    def add(self, prompt, max_tokens=None, *, stops=(), prefix_pos=0, salt=None, cache_mode="readwrite") -> Sequence:
         max_len = self.max_len if max_tokens is None else min(len(prompt) + max_tokens, self.max_len)
         sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=tuple(stops))
         request = Request(
-            str(len(self.sequences)), tuple(prompt), sampling, max_len, prefix_pos=prefix_pos, cache_salt=salt
+            str(len(self.sequences)),
+            tuple(prompt),
+            sampling,
+            max_len,
+            prefix_pos=prefix_pos,
+            cache_salt=salt,
+            cache_mode=cache_mode,
         )
         sequence = Sequence(request, len(self.sequences), seed=0)
         self.scheduler.add(sequence)

@@ -1,0 +1,286 @@
+"""What the prefix cache saves, and what it costs: counts of the scheduler without a model, times of the trie, and with
+--model the throughput of an engine that finds nothing to reuse, and a prefix saved, loaded and recomputed.
+
+--data is a folder with mmlu/, mooncake/ and tokenizers/; without it their rows are left out. Writes
+benchmarks/results/prefixes.json.
+"""
+
+import argparse
+import gzip
+import json
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+from results import Figure, write_results
+
+from prefix_jax import LLM, SamplingParams
+from prefix_jax.prefix_cache import PrefixCache
+from prefix_jax.prefix_pool import PrefixPool
+from prefix_jax.prefix_trie import common_len
+from prefix_jax.request import Request
+from prefix_jax.request import Sequence as Running
+from prefix_jax.scheduler import Scheduler
+from prefix_jax.tokenizer import Tokenizer
+
+PAGE_SIZE = 16
+SEQS = 8  # running at once in the offline batch
+LETTERS = "ABCD"
+
+
+class DryRun:
+    """An engine's host half: every step takes no time, and yields tokens that nobody else has."""
+
+    def __init__(
+        self, num_pages: int, *, max_num_seqs: int = 64, budget: int = 8192, policy: str = "fifo", evicts: str = "lru"
+    ):
+        self.cache = PrefixCache(num_pages, PAGE_SIZE, evicts)
+        self.scheduler = Scheduler(
+            self.cache,
+            PrefixPool(self.cache, 0),
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            policy=policy,
+        )
+        self.num_steps = self.num_added = 0
+        self.fresh = 10**6
+        self.waited: dict[str, int] = {}  # steps until each was admitted
+        self.added_at: dict[Running, int] = {}
+
+    def add(self, prompts: Iterable[Sequence[int]], max_tokens: int = 1) -> None:
+        batch = []
+        for prompt in prompts:
+            sampling = SamplingParams(max_tokens=max_tokens)
+            request = Request(str(self.num_added), tuple(prompt), sampling, len(prompt) + max_tokens)
+            batch.append(Running(request, self.num_added, 0))
+            self.added_at[batch[-1]] = self.num_steps
+            self.num_added += 1
+        self.scheduler.add_batch(batch)
+
+    def step(self) -> None:
+        plan = self.scheduler.schedule()
+        self.num_steps += 1
+        for sequence in [s for s in self.added_at if s.row is not None]:
+            self.waited[sequence.request.request_id] = self.num_steps - 1 - self.added_at.pop(sequence)
+        for chunk in plan.chunks:
+            sequence = chunk.sequence
+            sequence.pending -= chunk.samples
+            if chunk.samples:
+                self.fresh += 1
+                sequence.tokens.append(self.fresh)
+            self.scheduler.settle(sequence)
+            if chunk.samples and len(sequence.tokens) >= sequence.request.max_len:
+                self.scheduler.finish(sequence, "length")
+        self.scheduler.finished.clear()
+
+    def run(self) -> int:
+        """To the end; prompt tokens that were computed."""
+        while self.scheduler.waiting or self.scheduler.running:
+            self.step()
+        self.cache.check()
+        return self.scheduler.counts["computed_prompt_tokens"]
+
+
+def num_distinct(prompts: Iterable[Sequence[int]]) -> int:
+    """Tokens of the prompts' trie."""
+    ordered = sorted(array("i", prompt).tobytes() for prompt in prompts)
+    total = sum(map(len, ordered)) // 4
+    return total - sum(common_len(*pair) for pair in pairwise(ordered))
+
+
+def tokens(rng: random.Random, length: int) -> list[int]:
+    return rng.choices(range(100_000), k=length)
+
+
+# Counts ---------------------------------------------------------------------------------------------------------------
+
+
+def at_once() -> float:
+    rng = random.Random(1)
+    shared = tokens(rng, 2048)
+    prompts = [shared + tokens(rng, 64) for _ in range(64)]
+    run = DryRun(20_000)
+    run.add(prompts)
+    return run.run() / num_distinct(prompts)
+
+
+def offline_batch(policy: str) -> float:
+    """64 groups of 16 in any order, in a quarter of the pages that all their prompts have: of the tokens that a cache
+    without end saves, the share that is saved."""
+    rng = random.Random(2)
+    stems = [tokens(rng, 1024) for _ in range(64)]
+    prompts = [stem + tokens(rng, 64) for stem in stems for _ in range(16)]
+    rng.shuffle(prompts)
+    total, distinct = sum(map(len, prompts)), num_distinct(prompts)
+    run = DryRun(
+        distinct // PAGE_SIZE // 4, max_num_seqs=SEQS, policy=policy, evicts="belady" if policy == "dfs" else "lru"
+    )
+    run.add(prompts)
+    return (total - run.run()) / (total - distinct)
+
+
+def longest_waits() -> dict[str, int]:
+    """Steps that the longest wait took. Four run at once; a prompt that shares nothing comes first, then two
+    that share a cached prefix with every step, for a while."""
+    longest = {}
+    for policy in ("fifo", "lpm"):
+        rng = random.Random(3)
+        hot = tokens(rng, 1024)
+        run = DryRun(4096, max_num_seqs=4, policy=policy)
+        run.add([hot + tokens(rng, 8)])
+        run.run()
+        run.add([hot + tokens(rng, 8) for _ in range(8)], 4)
+        run.add([tokens(rng, 1024)], 4)
+        for _ in range(500):
+            if len(run.scheduler.waiting) < 100:
+                run.add([hot + tokens(rng, 8) for _ in range(2)], 4)
+            run.step()
+        run.run()
+        longest[policy] = max(run.waited.values())
+    return longest
+
+
+def mmlu_prompts(data: Path) -> Iterator[list[int]]:
+    """Five shots and a question for each of the test rows, subject by subject, in Llama-3's tokens."""
+    with tempfile.TemporaryDirectory() as folder:
+        packed = (data / "tokenizers" / "llama3.tokenizer.json.gz").read_bytes()
+        (Path(folder) / "tokenizer.json").write_bytes(gzip.decompress(packed))
+        encode = Tokenizer.load(folder).encode
+    shots: dict[str, list[str]] = {}
+    with open(data / "mmlu" / "dev.jsonl", encoding="utf-8") as file:
+        for row in map(json.loads, file):
+            shots.setdefault(row["subject"], []).append(mmlu_text(row) + f" {LETTERS[row['answer']]}\n\n")
+    with gzip.open(data / "mmlu" / "test_half.jsonl.gz", "rt", encoding="utf-8") as file:
+        for row in map(json.loads, file):
+            subject = row["subject"]
+            head = f"The following are multiple choice questions (with answers) about {subject.replace('_', ' ')}.\n\n"
+            yield encode(head + "".join(shots[subject][:5]) + mmlu_text(row))
+
+
+def mmlu_text(row: dict) -> str:
+    choices = "".join(f"\n{letter}. {choice}" for letter, choice in zip(LETTERS, row["choices"], strict=True))
+    return f"{row['question']}{choices}\nAnswer:"
+
+
+# Times ----------------------------------------------------------------------------------------------------------------
+
+
+def open_and_publish(repeats: int = 30) -> list[float]:
+    """Milliseconds for a prompt of 8,192 tokens while the trie holds 100,000 nodes."""
+    rng = np.random.default_rng(4)
+    cache = PrefixCache(120_000, PAGE_SIZE)
+    spent = []
+    while len(spent) < repeats:
+        prompt = array("i", rng.integers(0, 100_000, 8192).astype(np.int32).tobytes())
+        cache.step += 1
+        started = time.perf_counter()
+        table = cache.open(prompt)
+        assert cache.grow(table, len(prompt))
+        cache.publish(table, prompt, len(prompt), written=False)
+        taken = (time.perf_counter() - started) * 1e3
+        cache.close(table)
+        if cache.pool.num_pages - len(cache.pool) > 100_000:
+            spent.append(taken)
+    return spent
+
+
+def gib_of_a_million_pages() -> float:
+    """Of host memory, in a process of its own."""
+    script = (
+        "import benchmark_prefixes as b, numpy as n; from array import array; before = b.peak_gib();"
+        "cache = b.PrefixCache(1_000_000, b.PAGE_SIZE); rng = n.random.default_rng(0)\n"
+        "for _ in range(1_000_000 // 500):\n"
+        "    t = array('i', rng.integers(0, 9**6, 8000).astype(n.int32).tobytes()); cache.step += 1\n"
+        "    table = cache.open(t); cache.grow(table, 8000); cache.publish(table, t, 8000, written=False)\n"
+        "    cache.close(table)\n"
+        "assert len(cache.pool) == 0; print(b.peak_gib() - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return float(done.stdout)
+
+
+def peak_gib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def without_reuse(model: str, repeats: int, **options) -> list[float]:
+    """Throughput with the cache on, of that with it off: prompts that share nothing, both engines in turn."""
+    engines = {
+        on: LLM(model, enable_prefix_caching=on, use_tqdm=False, num_pages=options.get("num_pages", 2048), **options)
+        for on in (False, True)
+    }
+    rng = random.Random(5)
+    vocab, ratios = engines[True].model_config.vocab_size, []
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    for _ in range(repeats + 1):
+        prompts = [rng.choices(range(vocab), k=128) for _ in range(32)]
+        taken = {}
+        for on, llm in engines.items():
+            started = time.perf_counter()
+            llm.generate(prompts, params, use_tqdm=False)
+            taken[on] = time.perf_counter() - started
+        ratios.append(taken[False] / taken[True])
+    return ratios[1:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, help="folder with mmlu/, mooncake/ and tokenizers/")
+    parser.add_argument("--model", help="folder or GGUF file")
+    parser.add_argument("--repeats", type=int, default=9)
+    args = parser.parse_args()
+    rows = [
+        Figure(
+            "prefill tokens computed ÷ distinct, 64 requests at once on an uncached 2K prefix",
+            at_once(),
+            "x",
+            must=1.02,
+            aim=1.0,
+        )
+    ]
+    if args.data:
+        prompts = list(mmlu_prompts(args.data))
+        run = DryRun(sum(map(len, prompts)) // PAGE_SIZE + 10_000)
+        run.add(prompts)
+        what = f"prefill tokens computed ÷ distinct, MMLU 5-shot, {len(prompts)} questions"
+        rows.append(Figure(what, run.run() / num_distinct(prompts), "x", must=1.02, aim=1.0))
+    for policy, must, aim in (("dfs", 0.97, 0.99), ("fifo", None, None), ("lpm", None, None), ("greedy", None, None)):
+        what = f"64 x 16 shuffled, a quarter of the pages, {SEQS} at once: saved ÷ saved without limit, {policy}"
+        rows.append(Figure(what, offline_batch(policy), "x", must=must, aim=aim, better="higher"))
+    longest = longest_waits()
+    rows.append(
+        Figure(
+            "longest wait under lpm ÷ under fifo, adversarial arrivals", longest["lpm"] / longest["fifo"], "x", must=2
+        )
+    )
+    what = "open + publish of 8,192 tokens, 100,000 nodes present"
+    rows.append(Figure.median(what, open_and_publish(), "ms", must=4))
+    rows.append(Figure("a million pages, host memory", gib_of_a_million_pages(), "GiB", must=2))
+    if args.data:
+        started = time.perf_counter()
+        trace = args.data / "mooncake" / "conversation_trace.jsonl.gz"
+        command = [sys.executable, str(Path(__file__).with_name("simulate_cache.py")), str(trace), "--page-size", "512"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        rows.append(
+            Figure("Mooncake conversation trace, whole, page size 512", time.perf_counter() - started, "s", must=60)
+        )
+    if args.model:
+        ratios = without_reuse(args.model, args.repeats)
+        rows.append(
+            Figure.median(
+                "no reuse: throughput with the cache on ÷ off, CPU", ratios, "x", must=0.99, aim=0.998, better="higher"
+            )
+        )
+    write_results("prefixes", rows)
+
+
+if __name__ == "__main__":
+    main()
