@@ -8,7 +8,7 @@ import os
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, Literal
 
 import jax
@@ -93,7 +93,9 @@ class LLM:
         """One result for each prompt, in the order of the prompts.
 
         prompts: strings, lists of token ids, or dicts with `prompt`, `prompt_token_ids` or `messages` (which go through
-        the chat template), and optionally `request_id` and `cache_salt`. sampling_params: one for all or one each.
+        the chat template), and optionally `request_id`, `cache_salt`, `priority` (an integer, 0 where it is not given;
+        the higher starts sooner under that policy, and its pages are evicted later) and `ttl` (seconds after its end
+        for which its pages are worth keeping). sampling_params: one for all or one each.
         prefix_pos: the first so many tokens of a prompt (at most what it has) are a prefix to keep; one for all or one,
         or None, each. on_output is called with each result as it finishes.
 
@@ -141,9 +143,8 @@ class LLM:
         open_ids = set()
         try:
             with self._on_device():
-                for request in requests:
-                    self.engine.add(request)
-                    open_ids.add(request.request_id)
+                open_ids.update(request.request_id for request in requests)
+                self.engine.add_batch(requests)
                 while open_ids:
                     for output in self.engine.step():
                         open_ids.discard(output.request_id)
@@ -193,6 +194,7 @@ class LLM:
             raise ValueError("stop strings need a tokenizer, and this model was loaded without one")
         if not isinstance(salt := options.get("cache_salt"), str | None):
             raise TypeError(f"cache_salt must be a string, got {salt!r}")
+        priority, ttl = _read_priority(options)
         self.engine.scheduler.check_fits(len(token_ids))
         max_len = longest if sampling.max_tokens is None else min(len(token_ids) + sampling.max_tokens, longest)
         return Request(
@@ -203,6 +205,8 @@ class LLM:
             prompt=text,
             prefix_pos=self._clamp_prefix_pos(prefix_pos, len(token_ids)),
             cache_salt=salt,
+            priority=priority,
+            ttl=ttl,
         )
 
     def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], Mapping[str, Any]]:
@@ -295,6 +299,17 @@ def _token_list(tokens: Any) -> list[int]:
     if not isinstance(tokens, Sequence) or any(isinstance(t, bool) or not isinstance(t, Integral) for t in tokens):
         raise TypeError(f"a prompt must be text, a list of token ids, or a dict of these, got {tokens!r:.80}")
     return [int(token) for token in tokens]
+
+
+def _read_priority(options: Mapping[str, Any]) -> tuple[int, float | None]:
+    priority, ttl = options.get("priority", 0), options.get("ttl")
+    if isinstance(priority, bool) or not isinstance(priority, Integral):
+        raise TypeError(f"priority must be an integer, got {priority!r}")
+    if ttl is not None and (isinstance(ttl, bool) or not isinstance(ttl, Real)):
+        raise TypeError(f"ttl must be a number of seconds, got {ttl!r}")
+    if ttl is not None and not ttl >= 0:
+        raise ValueError(f"ttl must be at least 0 seconds, got {ttl}")
+    return int(priority), ttl if ttl is None else float(ttl)
 
 
 def _describe(errors: dict[int, str], count: int) -> str:

@@ -80,7 +80,8 @@ def _require_number(name: str, value: object, kind: type) -> None:
 @dataclass(frozen=True)
 class Request:
     """What a caller asked for. `max_len` bounds prompt and output together; `prefix_pos` marks the first so many tokens
-    as a prefix to keep; equal `cache_salt`s share cached pages."""
+    as a prefix to keep; equal `cache_salt`s share cached pages. With a higher `priority` it starts sooner under the
+    policy of that name, and its pages are evicted later; `ttl` seconds after its end they are evicted first."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -89,6 +90,8 @@ class Request:
     prompt: str | None = None
     prefix_pos: int = 0
     cache_salt: str | None = None
+    priority: int = 0
+    ttl: float | None = None
     arrival_time: float = field(default_factory=time.monotonic)
 
 
@@ -102,7 +105,7 @@ class Sequence:
 
     __slots__ = (
         "request", "tokens", "order", "seed", "computed_len", "pending", "row", "table", "prefix", "planned_step",
-        "num_cached_tokens", "first_token_time", "finished_time", "finish_reason", "stop_reason", "text",
+        "num_cached_tokens", "first_token_time", "finished_time", "finish_reason", "stop_reason", "text", "due", "turn",
     )  # fmt: skip
 
     def __init__(self, request: Request, order: int, seed: int):
@@ -122,12 +125,15 @@ class Sequence:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.text: str | None = None  # set early by a stop string
+        self.due = 0  # the start, counting all sequences', that a fair policy gives it at the latest
+        self.turn: int | None = None  # in the forecast of its batch
 
     def reset(self) -> None:
         """Forgets all that is on the device, as if it had just arrived with the tokens it has."""
         self.computed_len = self.pending = 0
         self.row = self.table = self.prefix = None
         self.planned_step = -1  # steps are counted anew
+        self.turn = None
 
     @property
     def prompt_len(self) -> int:
