@@ -18,9 +18,9 @@ import jax
 import numpy as np
 
 from pallas_kernels import default_implementation, is_compiled
+from prefix_jax import eviction, policies
 from prefix_jax.kv_store import measure_scales
 from prefix_jax.models.llama import Llama
-from prefix_jax.policies import POLICIES
 from prefix_jax.prefix_cache import HitEnd, PrefixCache
 from prefix_jax.prefix_pool import PrefixPool
 from prefix_jax.request import CompletionOutput, Request, RequestMetrics, RequestOutput, Sequence
@@ -39,10 +39,12 @@ class EngineConfig:
 
     page_size: positions in a page. num_pages: in the pool; None: what `memory_fraction` of the device leaves free.
     max_model_len: positions of prompt and output together; None: the model's. max_num_seqs: sequences running at once.
-    max_num_batched_tokens: positions computed in one step. pin_fraction: of the pool, for declared prefixes. attention:
-    the implementation, by name. kv_dtype: "float8_e4m3fn" halves the bytes of K and V, at a loss. forest: read pages
-    that running sequences share once for all of them. bitwise: attention whose bits depend on the sequence alone,
-    however it is chunked and whatever it shares; slower. check: recount the cache after every step, for debugging.
+    max_num_batched_tokens: positions computed in one step. schedule_policy: who waits less, by name (fifo, greedy, lpm,
+    dfs, priority), or a policies.Policy. eviction_policy: which unread page goes first (lru, lfu, fifo, cost, belady);
+    None: belady with dfs, else lru. pin_fraction: of the pool, for declared prefixes. attention: the implementation, by
+    name. kv_dtype: "float8_e4m3fn" halves the bytes of K and V, at a loss. forest: read pages that running sequences
+    share once for all of them. bitwise: attention whose bits depend on the sequence alone, however it is chunked and
+    whatever it shares; slower. check: recount the cache after every step, for debugging.
     """
 
     page_size: int = 16
@@ -52,7 +54,8 @@ class EngineConfig:
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
     enable_prefix_caching: bool = True
-    schedule_policy: str = "fifo"
+    schedule_policy: str | policies.Policy = "fifo"
+    eviction_policy: str | None = None
     pin_fraction: float = 0.5
     attention: str | None = None
     kv_dtype: str | None = None
@@ -73,8 +76,12 @@ class EngineConfig:
                 raise ValueError(f"{name} must be in (0, 1], got {getattr(self, name)!r}")
         if self.kv_dtype not in (None, "float8_e4m3fn"):
             raise ValueError(f'kv_dtype must be None, for the model\'s own, or "float8_e4m3fn", got {self.kv_dtype!r}')
-        if self.schedule_policy not in POLICIES:
-            raise ValueError(f"schedule_policy must be one of {', '.join(POLICIES)}, got {self.schedule_policy!r}")
+        if not callable(self.schedule_policy) and self.schedule_policy not in policies.POLICIES:
+            names = ", ".join(policies.POLICIES)
+            raise ValueError(f"schedule_policy must be one of {names}, or a Policy, got {self.schedule_policy!r}")
+        if self.eviction_policy not in (None, *eviction.POLICIES):
+            names = ", ".join(eviction.POLICIES)
+            raise ValueError(f"eviction_policy must be one of {names}, got {self.eviction_policy!r}")
 
 
 @dataclass(frozen=True)
@@ -133,8 +140,8 @@ class Engine:
         self.num_steps = 0
         self.in_flight: InFlight | None = None
         self.recovering = False
-        self.prefill_seconds, self.prefill_tokens = 0.0, 0  # of steps that computed prompts
-        self.collected_at: float | None = None  # while steps follow one another
+        self.recompute = eviction.RecomputeTime()
+        self.collected_time: float | None = None  # of the step before the one in flight
         self.prefixes: PrefixPool | None = None
         self._make_host_half()
 
@@ -146,10 +153,11 @@ class Engine:
 
     def _make_host_half(self) -> None:
         config, num_pages = self.config, self.runner.num_pages
-        self.cache = PrefixCache(num_pages, config.page_size)
+        evicts = config.eviction_policy or ("belady" if config.schedule_policy == "dfs" else "lru")
+        self.cache = PrefixCache(num_pages, config.page_size, evicts, self.recompute)
         if self.prefixes is None:
             self.prefixes = PrefixPool(self.cache, int(num_pages * config.pin_fraction))
-            self.prefixes.call, self.prefixes.seconds_per_token = self.call, self.seconds_per_token
+            self.prefixes.call, self.prefixes.seconds = self.call, self.recompute_seconds
         else:  # after a failure: what was declared stays
             self.prefixes.attach(self.cache)
         self.scheduler = Scheduler(
@@ -167,12 +175,34 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queues a request. ValueError if its id is in use, or its prompt can never fit into the pool."""
-        if request.request_id in self.sequences:
-            raise ValueError(f"request id {request.request_id!r} is in use")
-        seed = request.sampling.seed
-        sequence = Sequence(request, self.num_added, self.random.getrandbits(64) if seed is None else seed)
+        self._check_new([request])
+        sequence = self._make_sequence(request)
         self.scheduler.add(sequence)
+        self._register(sequence)
+
+    def add_batch(self, requests: list[Request]) -> None:
+        """Queues all or, with ValueError, none. What is known together can be planned together."""
+        self._check_new(requests)
+        batch = [self._make_sequence(request) for request in requests]
+        self.scheduler.add_batch(batch)
+        for sequence in batch:
+            self._register(sequence)
+
+    def _check_new(self, requests: list[Request]) -> None:
+        ids = set(self.sequences)
+        for request in requests:
+            if request.request_id in ids:
+                raise ValueError(f"request id {request.request_id!r} is in use")
+            ids.add(request.request_id)
+            self.scheduler.check_fits(len(request.prompt_token_ids))
+
+    def _make_sequence(self, request: Request) -> Sequence:
+        seed = request.sampling.seed
         self.num_added += 1
+        return Sequence(request, self.num_added - 1, self.random.getrandbits(64) if seed is None else seed)
+
+    def _register(self, sequence: Sequence) -> None:
+        request = sequence.request
         self.sequences[request.request_id] = sequence
         if request.sampling.stop:
             self.decoders[request.request_id] = self._decoder(sequence)
@@ -205,9 +235,9 @@ class Engine:
         self._start_over()
         self.cache.former = former
 
-    def seconds_per_token(self) -> float | None:
-        """Of prompts, as measured so far; None before any."""
-        return self.prefill_seconds / self.prefill_tokens if self.prefill_tokens else None
+    def recompute_seconds(self, num_tokens: int) -> float | None:
+        """To compute so many positions of a prompt, as measured so far; None before any step."""
+        return self.recompute(0, num_tokens) if self.recompute.is_measured else None
 
     def step(self) -> list[RequestOutput]:
         """Starts the next step while the device computes the last, then collects that one. Returns what finished."""
@@ -217,6 +247,8 @@ class Engine:
             launched = self._launch(plan) if plan.chunks else None
             self._collect()
             self.in_flight, self.recovering = launched, False
+            if launched is None:
+                self.collected_time = None
         except (RuntimeError, MemoryError) as error:  # XLA's errors are RuntimeErrors
             self._recover(error)
         except BaseException:  # an interrupt: pages may be published that no step is going to write
@@ -243,15 +275,12 @@ class Engine:
     def _collect(self) -> None:
         """Reads the tokens of the step in flight and hands each to its sequence."""
         if self.in_flight is None:
-            self.collected_at = time.monotonic()
+            self.collected_time = time.monotonic()  # the step that has just started is the first of some
             return
         tokens = np.asarray(self.in_flight.tokens).tolist()
         plan, self.in_flight = self.in_flight.plan, None
         now = time.monotonic()
-        if plan.num_tokens > len(plan.chunks) and self.collected_at is not None:
-            self.prefill_seconds += now - self.collected_at
-            self.prefill_tokens += plan.num_tokens
-        self.collected_at = now
+        self._observe(plan, now)
         for chunk in plan.chunks:
             sequence = chunk.sequence
             sequence.pending -= chunk.samples
@@ -263,6 +292,13 @@ class Engine:
             self.scheduler.settle(sequence)
             if chunk.samples:
                 self._finish_if_done(sequence)
+
+    def _observe(self, plan: StepPlan, now: float) -> None:
+        """While one step follows the other, the time between their results is what the step took."""
+        if self.collected_time is not None:
+            pairs = sum(chunk.length * (chunk.start + chunk.end) / 2 for chunk in plan.chunks)
+            self.recompute.observe(plan.num_tokens, pairs, now - self.collected_time)
+        self.collected_time = now
 
     def _finish_if_done(self, sequence: Sequence) -> None:
         sampling, token = sequence.request.sampling, sequence.tokens[-1]
@@ -359,13 +395,13 @@ class Engine:
 
     def _start_over(self) -> None:
         """A fresh device and an empty cache; unfinished sequences wait again with the tokens they have."""
-        self.in_flight = None
+        self.in_flight = self.collected_time = None
         finished, counts = self.scheduler.finished, self.scheduler.counts
         self.runner.reset()
         self.batcher.forget_rows()
         self._make_host_half()
         self.scheduler.finished, self.scheduler.counts = finished, counts
-        for sequence in self.sequences.values():
-            if sequence.finish_reason is None:
-                sequence.reset()
-                self.scheduler.add(sequence)
+        unfinished = [sequence for sequence in self.sequences.values() if sequence.finish_reason is None]
+        for sequence in unfinished:
+            sequence.reset()
+        self.scheduler.add_batch(unfinished)

@@ -1,54 +1,148 @@
-"""Which unread leaf goes next: a heap of candidates, cleaned lazily, under a policy that ranks nodes."""
+"""Which unread leaf goes next: a heap of candidates, cleaned lazily, under a policy that ranks nodes.
+
+Expired pages go first; then pages of lower priority; among equals the policy decides. Only leaves are candidates, so no
+policy can part a page from the pages that it was computed behind.
+"""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from itertools import count
+from math import inf, log2
 
 from prefix_jax.prefix_trie import Node
 
-Rank = int | float
+Rank = int | float | tuple
 Policy = Callable[[Node], Rank]
-"""The node with the smallest rank is evicted first. A rank may only change while the node is read or pinned."""
+"""The node with the smallest rank is evicted first. It is ranked when it becomes an unread leaf: what changes its rank
+later, unread, is not seen until the next `EvictionQueue.rank_again`."""
+
+HALF_LIFE = 1000  # closed page tables, after which a page that nobody used is half as likely to be used again
 
 
 def lru(node: Node) -> Rank:
     return node.last_use
 
 
-POLICIES: dict[str, Policy] = {"lru": lru}
+def lfu(node: Node) -> Rank:
+    """The page that the fewest sequences used; among equals the least recently used."""
+    return node.uses, node.last_use
+
+
+def fifo(node: Node) -> Rank:
+    """The page that was published first."""
+    return node.step
+
+
+def belady(node: Node) -> Rank:
+    """The page whose next use is furthest in the future; first of all those that nobody in the forecast will use, by
+    `lru`. A page is never needed later than one behind it, so the order is leaf-first by itself."""
+    return (-node.demand.next_use if node.demand is not None else -inf), node.last_use
+
+
+class RecomputeTime:
+    """Seconds to compute positions [start, end): `linear` for each, and `attention` for each earlier one it attends to.
+    Both are fitted to the steps observed, by least squares. Until then they are in the proportion of an 8B model."""
+
+    def __init__(self) -> None:
+        self.linear, self.attention = 1.0, 1 / 32768
+        self.tt = self.tp = self.pp = self.ts = self.ps = 0.0
+
+    @property
+    def is_measured(self) -> bool:
+        return self.ts > 0
+
+    def __call__(self, start: int, end: int) -> float:
+        return (end - start) * (self.linear + self.attention * (start + end) / 2)
+
+    def observe(self, num_tokens: int, num_pairs: float, seconds: float) -> None:
+        """A step computed `num_tokens` positions, which attended to `num_pairs` positions in all."""
+        self.tt += num_tokens * num_tokens
+        self.tp += num_tokens * num_pairs
+        self.pp += num_pairs * num_pairs
+        self.ts += num_tokens * seconds
+        self.ps += num_pairs * seconds
+        determinant = self.tt * self.pp - self.tp * self.tp
+        if determinant > 1e-6 * self.tt * self.pp:  # else the steps were all alike
+            linear = (self.ts * self.pp - self.ps * self.tp) / determinant
+            attention = (self.ps * self.tt - self.ts * self.tp) / determinant
+            if linear > 0 and attention >= 0:
+                self.linear, self.attention = linear, attention
+
+
+class Cost:
+    """The page with the least to lose: seconds to recompute it x chance of its reuse. The chance is taken to be its
+    uses so far, halved for every `HALF_LIFE` page tables closed since the last. All pages fade alike, so the logarithm
+    of the product, up to a term common to all, is a rank that stays."""
+
+    def __init__(self, page_size: int, seconds: Callable[[int, int], float]):
+        self.page_size = page_size
+        self.seconds = seconds
+
+    def __call__(self, node: Node) -> Rank:
+        end = node.depth * self.page_size
+        return log2(self.seconds(end - self.page_size, end) * node.uses) + node.last_use / HALF_LIFE
+
+
+POLICIES = ("lru", "lfu", "fifo", "cost", "belady")
+
+
+def make_policy(name: str, page_size: int, seconds: Callable[[int, int], float]) -> Policy:
+    """KeyError for an unknown name. `seconds` (of positions from, to) is for `cost`."""
+    return {"lru": lru, "lfu": lfu, "fifo": fifo, "cost": Cost(page_size, seconds), "belady": belady}[name]
 
 
 class EvictionQueue:
     """Unread, unpinned leaves in the policy's order. `push` a node whenever it becomes one; stale entries are
     skipped."""
 
-    def __init__(self, policy: Policy):
+    def __init__(self, policy: Policy, now: Callable[[], float] = time.monotonic):
         self.policy = policy
-        self.heap: list[tuple[Rank, int, Node]] = []
-        self.ticket = count()
+        self.now = now
+        self.heap: list[tuple[int, Rank, int, Node]] = []
+        self.expiring: list[tuple[float, int, Node]] = []
+        self.ticket = count(1)
         self.limit = 64
 
     def push(self, node: Node) -> None:
-        heapq.heappush(self.heap, (self.policy(node), next(self.ticket), node))
+        node.ticket = next(self.ticket)
+        heapq.heappush(self.heap, (node.priority, self.policy(node), node.ticket, node))
+        if node.expires < inf:
+            heapq.heappush(self.expiring, (node.expires, node.ticket, node))
         if len(self.heap) > self.limit:
             self._drop_stale()
 
     def pop(self) -> Node | None:
         """The next leaf to evict, or None. The caller must evict it."""
+        while self.expiring and self.expiring[0][0] <= self.now():
+            _, ticket, node = heapq.heappop(self.expiring)
+            if self._is_current(ticket, node):
+                return node
         while self.heap:
-            rank, _, node = heapq.heappop(self.heap)
-            if self._is_current(rank, node):
+            *_, ticket, node = heapq.heappop(self.heap)
+            if self._is_current(ticket, node):
                 return node
         return None
 
-    def _is_current(self, rank: Rank, node: Node) -> bool:
-        return node.parent is not None and node.is_idle and not node.children and rank == self.policy(node)
+    def rank_again(self) -> None:
+        """After ranks of unread leaves have changed."""
+        leaves = list(self.candidates())
+        self.heap = [(node.priority, self.policy(node), node.ticket, node) for node in leaves]
+        heapq.heapify(self.heap)
+
+    def candidates(self) -> Iterator[Node]:
+        """The leaves that are queued, in no order."""
+        return (entry[-1] for entry in self.heap if self._is_current(entry[-2], entry[-1]))
+
+    def _is_current(self, ticket: int, node: Node) -> bool:
+        return ticket == node.ticket and node.parent is not None and node.is_idle and not node.children
 
     def _drop_stale(self) -> None:
-        """Keeps the heap within a constant factor of the leaves in it, also under endless touching of few nodes."""
-        current = {id(entry[2]): entry for entry in self.heap if self._is_current(entry[0], entry[2])}
-        self.heap = list(current.values())
+        """Keeps the heaps within a constant factor of the leaves in them, also under endless touching of few nodes."""
+        self.heap = [entry for entry in self.heap if self._is_current(entry[-2], entry[-1])]
+        self.expiring = [entry for entry in self.expiring if self._is_current(entry[-2], entry[-1])]
         heapq.heapify(self.heap)
+        heapq.heapify(self.expiring)
         self.limit = max(64, 2 * len(self.heap))

@@ -116,7 +116,9 @@ class LLM:
         """One result for each prompt, in the order of the prompts.
 
         prompts: strings, lists of token ids, or dicts with `prompt`, `prompt_token_ids` or `messages` (which go through
-        the chat template), and optionally `request_id` and `cache_salt`. sampling_params: one for all or one each.
+        the chat template), and optionally `request_id`, `cache_salt`, `priority` (an integer, 0 where it is not given;
+        the higher starts sooner under that policy, and its pages are evicted later) and `ttl` (seconds after its end
+        for which its pages are worth keeping). sampling_params: one for all or one each.
         prefix_pos: the first so many tokens of a prompt (at most what it has) are a prefix to keep; one for all or one,
         or None, each. prefix: what stands before the prompt: a handle, the name of one, or text, which is then a prefix
         to keep; one for all or one each. cache_mode: "read" leaves nothing in the cache, "write" takes nothing from it,
@@ -188,10 +190,9 @@ class LLM:
         open_ids: set[str] = set()
 
         def add() -> None:
-            for request in requests:
-                self.engine.add(request)
-                self._inboxes[request.request_id] = inbox
-                open_ids.add(request.request_id)
+            self.engine.add_batch(requests)
+            open_ids.update(request.request_id for request in requests)
+            self._inboxes.update(dict.fromkeys(open_ids, inbox))
 
         try:
             with self._on_device():

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from itertools import islice, takewhile
+from math import inf
 
 from prefix_jax import eviction
 from prefix_jax.page_pool import PagePool
@@ -69,9 +70,9 @@ class PageHistory:
 class PageTable:
     """One sequence's hold on pages, in position order."""
 
-    __slots__ = ("pages", "root", "nodes", "cached_len", "copy", "changed", "publishes")
+    __slots__ = ("pages", "root", "nodes", "cached_len", "copy", "changed", "publishes", "priority", "ttl")
 
-    def __init__(self, root: Root, nodes: list[Node], publishes: bool):
+    def __init__(self, root: Root, nodes: list[Node], publishes: bool, *, priority: int = 0, ttl: float | None = None):
         self.root = root
         self.nodes = nodes  # the published pages, pages[:len(nodes)]
         self.pages = [node.page for node in nodes]
@@ -79,6 +80,8 @@ class PageTable:
         self.copy: tuple[int, int] | None = None  # page to copy from and to, before the next step
         self.changed = list(range(len(nodes)))  # columns that the device does not know yet
         self.publishes = publishes
+        self.priority = priority
+        self.ttl = ttl  # seconds that its pages are worth keeping; None: any number
 
     @property
     def last(self) -> Node:
@@ -88,13 +91,17 @@ class PageTable:
 class PrefixCache:
     """Opens, grows, publishes and closes page tables over `num_pages` pages of `page_size` positions."""
 
-    def __init__(self, num_pages: int, page_size: int, policy: str = "lru"):
+    def __init__(
+        self, num_pages: int, page_size: int, policy: str = "lru", recompute: eviction.RecomputeTime | None = None
+    ):
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {page_size}")
         self.page_size = page_size
         self.pool = PagePool(num_pages)
         self.trie = PrefixTrie()
-        self.queue = eviction.EvictionQueue(eviction.POLICIES[policy])
+        self.queue = eviction.EvictionQueue(
+            eviction.make_policy(policy, page_size, recompute or eviction.RecomputeTime())
+        )
         self.tables: set[PageTable] = set()
         self.step = 0  # of the plan being made
         self.clock = 0
@@ -108,19 +115,28 @@ class PrefixCache:
     # A sequence's hold on pages ------------------------------------------------------------------------------------
 
     def open(
-        self, tokens: array, namespace: Hashable = None, *, reads: bool = True, publishes: bool = True
+        self,
+        tokens: array,
+        namespace: Hashable = None,
+        *,
+        reads: bool = True,
+        publishes: bool = True,
+        priority: int = 0,
+        ttl: float | None = None,
     ) -> PageTable:
         """A page table for `tokens`, filled as far as the trie knows them, all but the last (its logits are needed).
 
         Where the match ends inside a page, the page's matching head is to be copied into a fresh page (`table.copy`).
+        Once closed, its pages are evicted after those of lower `priority`, but `ttl` seconds later before all others.
         """
         root = self.trie.root(namespace)
         nodes = self._match(root, tokens, (len(tokens) - 1) // self.page_size) if reads else []
         for held in nodes:
             self._hold(held)
             held.readers += 1
+            held.uses += 1
         root.readers += 1
-        table = PageTable(root, nodes, publishes)
+        table = PageTable(root, nodes, publishes, priority=priority, ttl=ttl)
         table.cached_len = len(nodes) * self.page_size
         self.tables.add(table)
         if reads:
@@ -173,7 +189,7 @@ class PrefixCache:
             node = table.last.child(key)
             if node is None:
                 node = table.last.add(key, table.pages[column], self.step)
-                node.readers = 1
+                node.readers = node.uses = 1
                 node.last_use = self.clock
                 table.nodes.append(node)
                 self.history.add(node.digest)
@@ -188,8 +204,11 @@ class PrefixCache:
         """Ends the hold: private pages go back to the pool, published ones stay findable."""
         self.clock += 1
         self.pool.give(table.pages[len(table.nodes) :])
+        expires = inf if table.ttl is None else self.queue.now() + table.ttl
         for node in reversed(table.nodes):
             node.last_use = self.clock
+            node.priority = max(node.priority, table.priority)
+            node.expires = max(node.expires, expires)
             node.readers -= 1
             self._release(node)
         table.root.readers -= 1
@@ -284,13 +303,23 @@ class PrefixCache:
                 assert child.last_use <= node.last_use or node.readers, "a parent is used no earlier than its child"
         assert self.num_idle == sum(node.is_idle for node in nodes)
         assert self.num_pinned == sum(node.pins > 0 for node in nodes)
-        queued = {node for rank, _, node in self.queue.heap if rank == self.queue.policy(node)}
+        queued = set(self.queue.candidates())
         assert all(node in queued for node in nodes if node.is_idle and not node.children), "an idle leaf is queued"
 
     # ------------------------------------------------------------------------------------------------------------------
 
     def _key(self, tokens: array, column: int) -> bytes:
         return tokens[column * self.page_size : (column + 1) * self.page_size].tobytes()
+
+    def follow(self, node: Node, tokens: array, num_pages: int) -> tuple[Node, int]:
+        """The last page that a table of `tokens` would find, and the number of pages up to it; the first `num_pages`
+        are known to lead to `node`."""
+        for column in range(num_pages, (len(tokens) - 1) // self.page_size):
+            child = node.child(self._key(tokens, column))
+            if child is None:
+                return node, column
+            node, num_pages = child, column + 1
+        return node, num_pages
 
     def _match(self, root: Node, tokens: array, num_pages: int) -> list[Node]:
         nodes, node = [], root
@@ -330,6 +359,7 @@ class PrefixCache:
         table.changed.append(column)
         self._hold(node)
         node.readers += 1
+        node.uses += 1
         table.nodes.append(node)
 
     def _hold(self, node: Node) -> None:

@@ -29,8 +29,8 @@ class PinBudgetError(ValueError):
 class PrefixStats:
     """A prefix so far. Its full pages are pinned, published but open to eviction, or missing (not computed yet, or
     evicted). uses: requests that began with it; hits: those that found some of it, `tokens_saved` in all. ms_saved:
-    that many tokens at the rate at which prompts have been computed so far, None before any. page_seconds: pinned
-    pages, over time. last_use: seconds ago, None for never."""
+    estimated from the steps measured so far, None before any. page_seconds: pinned pages, over time. last_use: seconds
+    ago, None for never."""
 
     name: str | None
     num_tokens: int
@@ -141,7 +141,7 @@ class PrefixPool:
         self.encode: Callable[[Content, Encoded | None], Encoded] = encode_tokens
         self.compute: Callable[[Iterable[Prefix]], None] = _cannot_compute
         self.call: Callable[[Callable[[], Any]], Any] = lambda do: do()
-        self.seconds_per_token: Callable[[], float | None] = lambda: None
+        self.seconds: Callable[[int], float | None] = lambda num_tokens: None  # to compute so many of a prompt
 
     # What callers do ----------------------------------------------------------------------------------------------
 
@@ -371,7 +371,7 @@ class PrefixPool:
         self._count_time(prefix)
         found = self.cache.find(prefix.tokens, prefix.salt)
         pinned = sum(node.pins > 0 for node in found)
-        rate = self.seconds_per_token()
+        seconds = self.seconds(prefix.tokens_saved // max(1, prefix.hits))
         return PrefixStats(
             prefix.name,
             prefix.num_tokens,
@@ -382,7 +382,7 @@ class PrefixPool:
             uses=prefix.uses,
             hits=prefix.hits,
             tokens_saved=prefix.tokens_saved,
-            ms_saved=None if rate is None else prefix.tokens_saved * rate * 1e3,
+            ms_saved=None if seconds is None else seconds * prefix.hits * 1e3,
             page_seconds=prefix._page_seconds,
             last_use=None if prefix.last_use is None else time.monotonic() - prefix.last_use,
         )

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from prefix_jax.forecast import Demand
 
 TOKEN_BYTES = array("i").itemsize
 
@@ -17,18 +21,29 @@ class Node:
     """One published page. Children are kept in the order of their keys, so that the neighbours of a key that is missing
     are the ones that share most with it."""
 
-    __slots__ = ("key", "page", "parent", "keys", "children", "readers", "pins", "last_use", "step", "digest")
+    __slots__ = (
+        "key", "page", "parent", "keys", "children", "readers", "pins", "last_use", "step",
+        "depth", "uses", "priority", "expires", "demand", "ticket", "digest",
+    )  # fmt: skip
 
     def __init__(self, key: bytes, page: int, parent: Node | None, step: int):
         self.key = key
         self.page = page
         self.parent = parent  # None: a root, or evicted
+        self.depth = 0 if parent is None else parent.depth + 1
         self.keys: list[bytes] = []
         self.children: list[Node] = []
         self.readers = 0  # open page tables that include this node
         self.pins = 0  # declared prefixes that include this node
         self.last_use = 0
         self.step = step  # the step that fills the page; it may be copied from in later ones
+        self.uses = 0  # page tables that included this node, so far
+        self.priority = 0  # the highest of a sequence that used it
+        self.expires = 0.0  # on the clock of the eviction queue
+        self.demand: Demand | None = (
+            None if parent is None or parent.demand is None else parent.demand.children.get(key)
+        )
+        self.ticket = 0  # of its latest entry in the eviction queue
         self.digest = hash((parent.digest if parent else 0, key))  # of the path; for statistics, identity is the tokens
 
     @property
@@ -95,10 +110,12 @@ class PrefixTrie:
 
     def __init__(self) -> None:
         self.roots: dict[Hashable, Root] = {}
+        self.demands: Mapping[Hashable, Demand] = {}  # the roots of a forecast
 
     def root(self, namespace: Hashable) -> Root:
         if namespace not in self.roots:
             self.roots[namespace] = Root(namespace)
+            self.roots[namespace].demand = self.demands.get(namespace)
         return self.roots[namespace]
 
     def drop_unused(self, root: Root) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -86,6 +86,7 @@ class PromptReader:
         mode = options.get("cache_mode", cache_mode)
         if mode not in CACHE_MODES:
             raise ValueError(f"cache_mode must be one of {', '.join(CACHE_MODES)}, got {mode!r}")
+        priority, ttl = _read_priority(options)
         self.check_fits(len(token_ids))
         max_len = longest if sampling.max_tokens is None else min(len(token_ids) + sampling.max_tokens, longest)
         return Request(
@@ -97,6 +98,8 @@ class PromptReader:
             prefix_pos=self._clamp_prefix_pos(prefix_pos, len(token_ids)),
             cache_salt=salt,
             cache_mode=mode,
+            priority=priority,
+            ttl=ttl,
         )
 
     def _check_tokens(self, token_ids: Sequence[int], what: str) -> None:
@@ -212,3 +215,14 @@ def _token_list(tokens: Any) -> list[int]:
     if not isinstance(tokens, Sequence) or any(isinstance(t, bool) or not isinstance(t, Integral) for t in tokens):
         raise TypeError(f"a prompt must be text, a list of token ids, or a dict of these, got {tokens!r:.80}")
     return [int(token) for token in tokens]
+
+
+def _read_priority(options: Mapping[str, Any]) -> tuple[int, float | None]:
+    priority, ttl = options.get("priority", 0), options.get("ttl")
+    if isinstance(priority, bool) or not isinstance(priority, Integral):
+        raise TypeError(f"priority must be an integer, got {priority!r}")
+    if ttl is not None and (isinstance(ttl, bool) or not isinstance(ttl, Real)):
+        raise TypeError(f"ttl must be a number of seconds, got {ttl!r}")
+    if ttl is not None and not ttl >= 0:
+        raise ValueError(f"ttl must be at least 0 seconds, got {ttl}")
+    return int(priority), ttl if ttl is None else float(ttl)

@@ -82,7 +82,9 @@ def _require_number(name: str, value: object, kind: type) -> None:
 class Request:
     """What a caller asked for. `max_len` bounds prompt and output together; `prefix_pos` marks the first so many tokens
     as a prefix to keep; equal `cache_salt`s share cached pages. cache_mode: whether it takes pages that are in the
-    cache ("read"), leaves its own there ("write"), both or neither ("readwrite", "off")."""
+    cache ("read"), leaves its own there ("write"), both or neither ("readwrite", "off"). With a higher
+    `priority` it starts sooner under the policy of that name, and its pages are evicted later; `ttl` seconds after its
+    end they are evicted first."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -92,6 +94,8 @@ class Request:
     prefix_pos: int = 0
     cache_salt: str | None = None
     cache_mode: str = "readwrite"
+    priority: int = 0
+    ttl: float | None = None
     arrival_time: float = field(default_factory=time.monotonic)
 
     @property
@@ -114,7 +118,7 @@ class Sequence:
     __slots__ = (
         "request", "tokens", "order", "seed", "computed_len", "pending", "row", "table", "prefixes", "planned_step",
         "num_cached_tokens", "num_published_tokens", "hit_end",
-        "first_token_time", "finished_time", "finish_reason", "stop_reason", "text",
+        "first_token_time", "finished_time", "finish_reason", "stop_reason", "text", "due", "turn",
     )  # fmt: skip
 
     def __init__(self, request: Request, order: int, seed: int):
@@ -136,6 +140,8 @@ class Sequence:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.text: str | None = None  # set early by a stop string
+        self.due = 0  # the start, counting all sequences', that a fair policy gives it at the latest
+        self.turn: int | None = None  # in the forecast of its batch
 
     def reset(self) -> None:
         """Forgets all that is on the device, as if it had just arrived with the tokens it has."""
@@ -143,6 +149,7 @@ class Sequence:
         self.row = self.table = None
         self.prefixes = []
         self.planned_step = -1  # steps are counted anew
+        self.turn = None
 
     @property
     def prompt_len(self) -> int:

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from prefix_jax.policies import POLICIES
+from prefix_jax import policies
+from prefix_jax.eviction import belady
+from prefix_jax.forecast import Forecast
+from prefix_jax.policies import Policy, View
 from prefix_jax.prefix_cache import HitEnd, PageTable, PrefixCache
 from prefix_jax.prefix_pool import PrefixPool
 from prefix_jax.request import Sequence
@@ -61,14 +65,16 @@ class Scheduler:
         *,
         max_num_seqs: int,
         max_num_batched_tokens: int,
-        policy: str = "fifo",
+        policy: str | Policy = "fifo",
         caching: bool = True,
     ):
         self.cache = cache
         self.prefixes = prefixes
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
-        self.policy = POLICIES[policy]
+        self.policy = policies.make_policy(policy, cache.page_size) if isinstance(policy, str) else policy
+        self.view = View(cache)
+        self.forecast: Forecast | None = None
         self.caching = caching
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []  # the oldest first
@@ -86,7 +92,19 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence whose prompt fits into the pool."""
         self.check_fits(sequence.prompt_len)
+        self.view.queued(sequence, len(self.waiting))
         self.waiting.append(sequence)
+
+    def add_batch(self, batch: list[Sequence]) -> None:
+        """Queues sequences that are all there will be for a while: `dfs` and `belady` look ahead over all that wait."""
+        self.view.longest_queue = max(self.view.longest_queue, len(self.waiting) + len(batch))
+        for sequence in batch:
+            self.add(sequence)
+        depth_first = self.policy is policies.dfs
+        if self.caching and (depth_first or self.cache.queue.policy is belady):
+            for sequence in self.running:
+                sequence.turn = None
+            self.forecast = Forecast(self.cache, self.waiting, depth_first=depth_first)
 
     def schedule(self) -> StepPlan:
         """Plans the next step and takes the pages for it. The plan may be empty while a step is in flight."""
@@ -119,10 +137,12 @@ class Scheduler:
         if sequence.row is not None:
             self._release(sequence)
         elif sequence in self.waiting:
-            self.waiting.remove(sequence)
+            self._leave(sequence, started=False)
 
     def preempt(self, sequence: Sequence) -> None:
         """Takes a running sequence's pages. It resumes later, by recomputing what the trie does not hold by then."""
+        if self.forecast is not None:
+            self.forecast.put_back(sequence)
         self._release(sequence)
         sequence.computed_len = 0
         self.waiting.append(sequence)
@@ -168,11 +188,16 @@ class Scheduler:
 
     def _admit(self, plan: StepPlan) -> None:
         """Starts waiting sequences in the policy's order while rows, pages and the token budget last."""
-        if not (self.waiting and self.free_rows):
+        if not (self.waiting and self.free_rows) or plan.num_tokens >= self.max_num_batched_tokens:
             return
-        for sequence in list(self.policy(self.waiting)):
+        if self.running and not self.view.num_free_pages:
+            return  # everyone needs a page of its own
+        self.view.num_free_rows = len(self.free_rows)
+        for sequence in self._candidates():
             if not self.free_rows or plan.num_tokens >= self.max_num_batched_tokens:
                 return
+            if sequence.row is not None or sequence.finish_reason is not None:
+                continue  # the policy named it twice
             if sequence.pending:
                 return  # preempted with a step in flight: it keeps its place, and nobody takes the pages it left
             request, caching = sequence.request, self.caching
@@ -181,6 +206,8 @@ class Scheduler:
                 request.cache_salt,
                 reads=caching and request.reads,
                 publishes=caching and request.writes,
+                priority=request.priority,
+                ttl=request.ttl,
             )
             # All known positions at once: a prompt that is half in can then never be thrown out for its own rest.
             if not self.cache.grow(table, sequence.length, force=not self.running):
@@ -191,8 +218,21 @@ class Scheduler:
                 return
             self._start(sequence, table, plan)
 
-    def _start(self, sequence: Sequence, table: PageTable, plan: StepPlan) -> None:
+    def _candidates(self) -> Iterator[Sequence]:
+        """The policy's choice, and if none of it starts and nothing runs, the oldest."""
+        waiting = list(self.waiting)
+        yield from self.policy(waiting, self.view)
+        if not self.running and self.waiting:
+            yield policies.fifo(self.waiting, self.view)[0]
+
+    def _leave(self, sequence: Sequence, *, started: bool) -> None:
         self.waiting.remove(sequence)
+        self.view.left(sequence, len(self.waiting), started=started)
+        if self.forecast is not None:
+            self.forecast.drop(sequence)
+
+    def _start(self, sequence: Sequence, table: PageTable, plan: StepPlan) -> None:
+        self._leave(sequence, started=True)
         insort(self.running, sequence, key=lambda other: other.order)
         sequence.row = self.free_rows.pop()
         sequence.table = table

@@ -89,7 +89,7 @@ class Answers:
 
 def build_engine(args: argparse.Namespace, **options) -> LLM:
     names = ("tokenizer", "dtype", "load_format", "device", "page_size", "num_pages", "memory_fraction", "max_num_seqs")
-    names += ("max_num_batched_tokens", "max_model_len", "schedule_policy", "seed")
+    names += ("max_num_batched_tokens", "max_model_len", "schedule_policy", "eviction_policy", "seed")
     return LLM(str(args.model), **({name: getattr(args, name) for name in names} | options))
 
 
@@ -239,7 +239,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--max-num-seqs", type=int)
     add("--max-num-batched-tokens", type=int)
     add("--max-model-len", type=int)
-    add("--schedule-policy", default="fifo")
+    add("--schedule-policy", default="fifo", help="fifo, greedy, lpm, dfs or priority: who starts first")
+    add("--eviction-policy", help="lru, lfu, fifo, cost or belady (default: belady with dfs, else lru)")
     add("--device", help='a JAX platform, "cpu", "gpu" or "cuda" (default: the best there is)')
     args = parser.parse_args(argv)
     if args.compare and args.no_enable_prefix_caching:

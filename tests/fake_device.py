@@ -98,12 +98,18 @@ class FakeEngine:
     """The engine's loop: the next step is dispatched before the last one's tokens are read."""
 
     def __init__(
-        self, num_pages, page_size=4, *, budget=64, num_seqs=8, max_len=64, vocab_size=5, caching=True, max_pinned=None
-    ):
-        self.cache = PrefixCache(num_pages, page_size)
+        self, num_pages, page_size=4, *, budget=64, num_seqs=8, max_len=64, vocab_size=5, caching=True, max_pinned=None,
+        policy="fifo", eviction="lru"
+    ):  # fmt: skip
+        self.cache = PrefixCache(num_pages, page_size, eviction)
         self.prefixes = PrefixPool(self.cache, num_pages // 2 if max_pinned is None else max_pinned)
         self.scheduler = Scheduler(
-            self.cache, self.prefixes, max_num_seqs=num_seqs, max_num_batched_tokens=budget, caching=caching
+            self.cache,
+            self.prefixes,
+            max_num_seqs=num_seqs,
+            max_num_batched_tokens=budget,
+            caching=caching,
+            policy=policy,
         )
         self.max_len, self.vocab_size, self.caching = max_len, vocab_size, caching
         buckets = make_buckets(num_seqs, budget, 1, Tiling(4))
@@ -114,22 +120,32 @@ class FakeEngine:
         self.finished: list[Sequence] = []
         self.plans: list[StepPlan] = []
 
-    def add(self, prompt, max_tokens=None, *, stops=(), prefix_pos=0, salt=None, cache_mode="readwrite") -> Sequence:
+    def add(self, prompt, max_tokens=None, **options) -> Sequence:
+        sequence = self.sequence(len(self.sequences), prompt, max_tokens, **options)
+        self.scheduler.add(sequence)
+        self.sequences.append(sequence)
+        return sequence
+
+    def add_batch(self, prompts, max_tokens=None) -> None:
+        batch = [self.sequence(len(self.sequences) + i, prompt, max_tokens) for i, prompt in enumerate(prompts)]
+        self.scheduler.add_batch(batch)
+        self.sequences += batch
+
+    def sequence(
+        self, order, prompt, max_tokens=None, *, stops=(), prefix_pos=0, salt=None, **options
+    ) -> Sequence:  # fmt: skip
         max_len = self.max_len if max_tokens is None else min(len(prompt) + max_tokens, self.max_len)
         sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=tuple(stops))
         request = Request(
-            str(len(self.sequences)),
+            str(order),
             tuple(prompt),
             sampling,
             max_len,
             prefix_pos=prefix_pos,
             cache_salt=salt,
-            cache_mode=cache_mode,
+            **options,
         )
-        sequence = Sequence(request, len(self.sequences), seed=0)
-        self.scheduler.add(sequence)
-        self.sequences.append(sequence)
-        return sequence
+        return Sequence(request, order, seed=0)
 
     def abort(self, sequence) -> None:
         if sequence.finish_reason is None:

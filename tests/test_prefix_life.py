@@ -109,7 +109,7 @@ class PrefixLife(RuleBasedStateMachine):
         self.now += seconds
         self.engine.step()
         for prefix in [p for p, until in self.live.items() if until is not None and until <= self.now]:
-            assert prefix.is_deleted and prefix.name not in self.pool
+            assert prefix.is_deleted and prefix not in list(self.pool)
             del self.live[prefix]
 
     @rule()
