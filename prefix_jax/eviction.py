@@ -19,7 +19,7 @@ Policy = Callable[[Node], Rank]
 """The node with the smallest rank is evicted first. It is ranked when it becomes an unread leaf: what changes its rank
 later, unread, is not seen until the next `EvictionQueue.rank_again`."""
 
-HALF_LIFE = 1000  # closed page tables, after which a page that nobody used is half as likely to be used again
+HALF_LIFE = 200  # closed page tables, after which a page that nobody used is half as likely to be used again
 
 
 def lru(node: Node) -> Rank:

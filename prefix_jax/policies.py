@@ -107,8 +107,9 @@ def by_due(waiting: list[Sequence], view: View, wanted: Iterable[Sequence]) -> I
 
 
 class Greedy:
-    """Groups the waiting by the longest prefix that each shares with another, a shared page counted once; the groups
-    that hold most memory first, packed into the pages that are free, within the bound of `by_due`."""
+    """Groups the waiting by the longest prefix that each shares with another, a shared page counted once. First the
+    groups that find most in the cache, so that one begun is finished; then those that are going to hold most pages.
+    Packed into the pages that are free, within the bound of `by_due`."""
 
     def __init__(self, page_size: int):
         self.demands = DemandTrie(page_size)
@@ -116,7 +117,7 @@ class Greedy:
 
     def __call__(self, waiting: list[Sequence], view: View) -> Iterable[Sequence]:
         self._follow(waiting)
-        return by_due(waiting, view, self._packed(self._groups(waiting, view), view))
+        return by_due(waiting, view, self.packed(self.groups(waiting, view), view))
 
     def _follow(self, waiting: list[Sequence]) -> None:
         present = set(waiting)
@@ -131,7 +132,7 @@ class Greedy:
                 for demand in self.paths[sequence]:
                     demand.turns.append(0)  # only their number counts here
 
-    def _groups(self, waiting: list[Sequence], view: View) -> list[list[Sequence]]:
+    def groups(self, waiting: list[Sequence], view: View) -> list[list[Sequence]]:
         groups: dict[int, list[Sequence]] = {}
         pages: dict[int, int] = {}
         for sequence in fifo(waiting, view):
@@ -140,9 +141,10 @@ class Greedy:
             key = id(path[shared - 1]) if shared else id(sequence)
             groups.setdefault(key, []).append(sequence)
             pages[key] = pages.get(key, shared) + num_pages(sequence, view) - shared
-        return [groups[key] for key in sorted(groups, key=lambda key: -pages[key])]
+        held = {key: view.cached_len(group[0]) for key, group in groups.items()}
+        return [groups[key] for key in sorted(groups, key=lambda key: (-held[key], -pages[key]))]
 
-    def _packed(self, groups: list[list[Sequence]], view: View) -> Iterator[Sequence]:
+    def packed(self, groups: list[list[Sequence]], view: View) -> Iterator[Sequence]:
         """Those that fit beside the ones before them; a page that is read or was taken for one of those is there."""
         room, taken = view.num_free_pages, set()
         for sequence in (sequence for group in groups for sequence in group):

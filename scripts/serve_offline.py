@@ -225,6 +225,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--compare", action="store_true", help="run again with the cache off: how much faster, and are answers the same"
     )
+    add("--trace", type=Path, metavar="FILE", help="append the token ids of each prompt, for simulate_cache.py")
     add("--summary", type=Path, metavar="FILE", help="write the table as JSON")
     add("--max-tokens", type=int, default=48, help="of each answer (default 48)")
     add("--temperature", type=float, default=0.0, help="0 (the default): always the likeliest token")
@@ -249,7 +250,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--resume needs --output FILE")
     if args.output and not args.resume and args.output.exists() and args.output.stat().st_size:
         parser.error(f"{args.output} exists: add --resume to run what it lacks, or name another file")
-    for path in filter(None, (args.output, args.summary)):
+    for path in filter(None, (args.output, args.summary, args.trace)):
         if not path.parent.is_dir():
             parser.error(f"{path.parent} is not a folder")
     try:
@@ -278,6 +279,8 @@ def serve(args: argparse.Namespace) -> int:
     llm = build_engine(args, enable_prefix_caching=not args.no_enable_prefix_caching)
     answers = Answers(rows, args.output)
     summary = run(llm, rows, args, answers)
+    if args.trace:
+        trace(answers, args.trace)
     report(rows, answers, summary, args.output)
     if num_unreadable:
         print(f"{num_unreadable} lines of {prompts} could not be read")
@@ -295,6 +298,13 @@ def serve(args: argparse.Namespace) -> int:
         print(f"Interrupted; {len(answers.outputs)} of {len(rows)} requests are done")
         return 130
     return 1 if len(answers.refused) == len(rows) else 0
+
+
+def trace(answers: Answers, path: Path) -> None:
+    ran = [output for output in answers.outputs.values() if not output.error]
+    for output in sorted(ran, key=lambda output: output.metrics.arrival_time):
+        num_output_tokens = len(output.outputs[0].token_ids)
+        append_line(path, {"prompt_token_ids": output.prompt_token_ids, "output_tokens": num_output_tokens})
 
 
 def report(rows: Sequence[Row], answers: Answers, summary: dict, output: Path | None) -> None:

@@ -168,6 +168,7 @@ def test_sampling_parameters_at_the_edges_are_accepted(llm):
         ({"memory_fraction": 1.5}, r"memory_fraction must be in \(0, 1\], got 1.5"),
         ({"pin_fraction": -1}, r"pin_fraction must be in \(0, 1\], got -1"),
         ({"schedule_policy": "luck"}, "schedule_policy must be one of fifo.*, got 'luck'"),
+        ({"eviction_policy": "luck"}, "eviction_policy must be one of lru.*, got 'luck'"),
         ({"dtype": "float8"}, "dtype must be auto, float32, bfloat16, float16, got 'float8'"),
         ({"device": "abacus"}, "no device 'abacus': JAX has .*cpu"),
         ({"attention": "guess"}, "guess"),

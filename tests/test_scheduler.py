@@ -8,6 +8,8 @@ from fake_device import FakeEngine
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from prefix_jax import eviction, policies
+
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)  # a workload is a seed: nothing to shrink
 
 
@@ -42,7 +44,10 @@ def workloads(draw):
             "caching": draw(st.sampled_from([True, True, False])),
             "vocab_size": draw(st.sampled_from([2, 3, 5])),
             "max_pinned": draw(st.sampled_from([None, 0, 1, 1000])),
+            "policy": draw(st.sampled_from(policies.POLICIES)),
+            "eviction": draw(st.sampled_from(eviction.POLICIES)),
         },
+        "batch": draw(st.integers(0, 12)),
         "count": draw(st.integers(1, 12)),
         "stops": draw(st.sampled_from([(), (0,)])),
         "preempt_every": draw(st.sampled_from([0, 0, 2, 3])),
@@ -52,10 +57,11 @@ def workloads(draw):
 
 
 @given(workloads())
-@settings(max_examples=60, deadline=None, phases=PHASES)
+@settings(max_examples=120, deadline=None, phases=PHASES)
 def test_every_sequence_says_what_it_says_alone(workload):
     rng = random.Random(workload["seed"])
     engine = FakeEngine(**workload["engine"])
+    engine.add_batch(shared_prompts(rng, workload["batch"], engine.max_len - 1) if workload["batch"] else [], 3)
     for prompt in shared_prompts(rng, workload["count"], engine.max_len - 1):
         salt = rng.choice([None, None, "a"])
         prefix_pos = rng.randint(0, len(prompt)) if rng.random() < 0.3 else 0
