@@ -11,18 +11,21 @@ from pathlib import Path
 from prefix_jax import RequestOutput, SamplingParams
 
 SAMPLING_FIELDS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
-KNOWN_FIELDS = SAMPLING_FIELDS | {"id", "prompt", "messages", "prefix_pos"}
+CACHE_FIELDS = frozenset(("cache_salt", "cache_mode", "priority", "ttl"))  # LLM.generate checks them
+KNOWN_FIELDS = SAMPLING_FIELDS | CACHE_FIELDS | {"id", "prompt", "messages", "prefix_pos"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One line of a prompts file. `content` is text or a list of chat messages; `sampling` what the line sets."""
+    """One line of a prompts file. `content` is text or a list of chat messages; `sampling` and `cache` what the line
+    sets."""
 
     id: str | int
     line: int
     content: str | list[dict]
     sampling: dict
     prefix_pos: int | None = None
+    cache: dict = dataclasses.field(default_factory=dict)
 
 
 def read_rows(path: Path, complain: Callable[[str], None]) -> tuple[list[Row], int]:
@@ -69,7 +72,8 @@ def parse_json_line(text: str, line: int) -> tuple[Row, set[str]]:
         raise ValueError(f'"prefix_pos" must be an integer, got {prefix_pos!r}')
     sampling = {name: value for name, value in data.items() if name in SAMPLING_FIELDS}
     SamplingParams(**sampling)  # complains now, with the line at hand
-    return Row(identity, line, content, sampling, prefix_pos), data.keys() - KNOWN_FIELDS
+    cache = {name: data[name] for name in CACHE_FIELDS if data.get(name) is not None}
+    return Row(identity, line, content, sampling, prefix_pos, cache), data.keys() - KNOWN_FIELDS
 
 
 def check_text(name: str, value: object) -> str:

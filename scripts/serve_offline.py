@@ -25,7 +25,8 @@ DATA = Path(prefix_jax.__file__).parent / "data"
 EPILOG = """\
 prompts FILE
   .jsonl: one object a line with "prompt" (text) or "messages" (a list of {"role", "content"}), optionally "id" (text or
-  integer; default: the line number), "prefix_pos", and sampling fields of its own (temperature, max_tokens, stop, ...).
+  integer; default: the line number), "prefix_pos", "cache_salt", "cache_mode", "priority" and "ttl" (as LLM.generate
+  explains them), and sampling fields of its own (temperature, max_tokens, stop, ...).
   Any other file: one prompt a line. Empty lines are skipped; a line that cannot be read is reported and left out.
   A prompt is completed as plain text, unless --system is given and the model has a chat template: then it is the
   user's turn after the system message (--system "": without one). Where there is no template, the system text and an
@@ -44,14 +45,14 @@ exit status
 
 def engine_prompt(row: Row, system: str | None, chat: bool) -> dict:
     """What LLM.generate takes for a row: messages, or text where there is no chat template or no `system` is set."""
-    request_id, content = str(row.id), row.content
+    options, content = {"request_id": str(row.id), **row.cache}, row.content
     if isinstance(content, str):
         if system is None or not chat:
-            return {"prompt": f"{system}\n\n{content}" if system else content, "request_id": request_id}
+            return {"prompt": f"{system}\n\n{content}" if system else content, **options}
         content = [{"role": "user", "content": content}]
     if system and content[0]["role"] != "system":
         content = [{"role": "system", "content": system}, *content]
-    return {"messages": content, "request_id": request_id}
+    return {"messages": content, **options}
 
 
 def sampling_params(row: Row, args: argparse.Namespace) -> SamplingParams:
@@ -226,6 +227,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--compare", action="store_true", help="run again with the cache off: how much faster, and are answers the same"
     )
     add("--trace", type=Path, metavar="FILE", help="append the token ids of each prompt, for simulate_cache.py")
+    add("--cache-report", action="store_true", help="what the cache holds at the end, and what it found")
     add("--summary", type=Path, metavar="FILE", help="write the table as JSON")
     add("--max-tokens", type=int, default=48, help="of each answer (default 48)")
     add("--temperature", type=float, default=0.0, help="0 (the default): always the likeliest token")
@@ -282,6 +284,8 @@ def serve(args: argparse.Namespace) -> int:
     if args.trace:
         trace(answers, args.trace)
     report(rows, answers, summary, args.output)
+    if args.cache_report:
+        print(f"\n{llm.cache_report()}")
     if num_unreadable:
         print(f"{num_unreadable} lines of {prompts} could not be read")
     if args.compare and not answers.interrupted:
