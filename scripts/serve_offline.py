@@ -305,10 +305,11 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def trace(answers: Answers, path: Path) -> None:
-    ran = [output for output in answers.outputs.values() if not output.error]
-    for output in sorted(ran, key=lambda output: output.metrics.arrival_time):
-        num_output_tokens = len(output.outputs[0].token_ids)
-        append_line(path, {"prompt_token_ids": output.prompt_token_ids, "output_tokens": num_output_tokens})
+    """A line for each request that ran, in the order in which they were asked."""
+    for output in filter(None, map(answers.outputs.get, answers.ids)):
+        if not output.error:
+            num_output_tokens = len(output.outputs[0].token_ids)
+            append_line(path, {"prompt_token_ids": output.prompt_token_ids, "output_tokens": num_output_tokens})
 
 
 def report(rows: Sequence[Row], answers: Answers, summary: dict, output: Path | None) -> None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import rows
 import serve_offline
+import simulate_cache
 from tokenizers import Tokenizer
 
 from prefix_jax import RequestOutput
@@ -120,8 +121,9 @@ def test_bundled_questions_differ_and_the_system_prompt_has_about_600_tokens(sha
 
 def test_options_reach_the_engine_and_the_sampling_parameters(engine, prompts):
     options = "--page-size 4 --num-pages 64 --memory-fraction 0.5 --max-num-seqs 8 --max-num-batched-tokens 32 "
-    options += "--max-model-len 128 --schedule-policy lpm --eviction-policy cost --device cpu --dtype bfloat16 --load-format dummy "
-    options += "--no-enable-prefix-caching --model m --temperature 0.5 --top-p 0.9 --top-k 5 --seed 7 --prefix-pos 2"
+    options += "--max-model-len 128 --schedule-policy lpm --eviction-policy cost --device cpu --dtype bfloat16 "
+    options += "--load-format dummy --no-enable-prefix-caching --model m --temperature 0.5 --top-p 0.9 --top-k 5 "
+    options += "--seed 7 --prefix-pos 2"
     file = prompts("one", "", "three", name="p.txt")
     assert serve_offline.main([*options.split(), "--prompts", file, "--max-tokens", "3"]) == 0
     (llm,) = engine.made
@@ -359,3 +361,14 @@ def test_a_model_that_cannot_be_loaded_is_said_in_one_line(engine, monkeypatch, 
     monkeypatch.setattr(serve_offline, "LLM", fail)
     assert serve_offline.main(["--model", "x"]) == 2
     assert capsys.readouterr().err == "serve_offline.py: error: no folder and no GGUF file: x\n"
+
+
+def test_a_trace_of_the_run_can_be_replayed(engine, prompts, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    file = prompts({"prompt": "abcdef", "max_tokens": 2}, {"prompt": ""}, {"prompt": "abcdxy"})
+    serve_offline.main(["--prompts", file, "--trace", str(trace)])
+    asks = simulate_cache.read_trace(trace, 2)
+    assert [(list(ask.pages), ask.num_tokens, ask.num_output_tokens) for ask in asks] == [
+        ([0, 1, 2], 6, 2),
+        ([0, 1, 3], 6, 6),
+    ]
