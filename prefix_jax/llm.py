@@ -74,6 +74,8 @@ class LLM:
             **engine.scheduler.counts,
             "steps": engine.num_steps,
             "evicted_pages": engine.cache.num_evicted,
+            "host_hit_pages": engine.cache.num_returned,
+            "host_pages": len(engine.tier or ()),
             "pinned_pages": engine.cache.num_pinned,
             "num_pages": engine.runner.num_pages,
             "num_buckets": len(engine.batcher.buckets),

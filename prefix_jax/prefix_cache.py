@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 
 from prefix_jax import eviction
+from prefix_jax.host_tier import HostTier
 from prefix_jax.page_pool import PagePool
 from prefix_jax.prefix_trie import TOKEN_BYTES, Node, PrefixTrie, Root
 
@@ -41,12 +42,13 @@ class PageTable:
 class PrefixCache:
     """Opens, grows, publishes and closes page tables over `num_pages` pages of `page_size` positions."""
 
-    def __init__(self, num_pages: int, page_size: int, policy: str = "lru"):
+    def __init__(self, num_pages: int, page_size: int, policy: str = "lru", tier: HostTier | None = None):
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {page_size}")
         self.page_size = page_size
         self.pool = PagePool(num_pages)
         self.trie = PrefixTrie()
+        self.tier = tier  # where evicted pages go and come back from
         self.queue = eviction.EvictionQueue(eviction.POLICIES[policy])
         self.tables: set[PageTable] = set()
         self.step = 0  # of the plan being made
@@ -55,6 +57,7 @@ class PrefixCache:
         self.num_pinned = 0
         self.num_evicted = 0
         self.num_pinned_evicted = 0
+        self.num_returned = 0  # pages that came back from host memory
 
     # A sequence's hold on pages ------------------------------------------------------------------------------------
 
@@ -66,17 +69,32 @@ class PrefixCache:
         Where the match ends inside a page, the page's matching head is to be copied into a fresh page (`table.copy`).
         """
         root = self.trie.root(namespace)
-        nodes = self._match(root, tokens) if reads else []
-        for held in nodes:
-            self._hold(held)
-            held.readers += 1
-        root.readers += 1
-        table = PageTable(root, nodes, publishes)
-        table.cached_len = len(nodes) * self.page_size
-        self.tables.add(table)
+        table = self._hold_path(root, self._match(root, tokens, len(tokens) - 1) if reads else [], publishes)
+        if reads and publishes and self.tier:
+            self._bring_back(table, tokens)
         if reads:
             self._copy_head(table, tokens)
         return table
+
+    def find(self, tokens: array, namespace: Hashable = None) -> list[Node]:
+        """The published full pages of `tokens`, from the root down. Changes nothing."""
+        root = self.trie.roots.get(namespace)
+        return self._match(root, tokens, len(tokens)) if root else []
+
+    def insert(self, tokens: array, namespace: Hashable = None) -> PageTable:
+        """A page table for the full pages of `tokens`, or as many leading ones as there is room for without preemption:
+        published ones, then private ones, which the caller writes before it publishes them and closes the table."""
+        root = self.trie.root(namespace)
+        table = self._hold_path(root, self._match(root, tokens, len(tokens)), publishes=True)
+        pages = min(len(tokens) // self.page_size, len(table.nodes) + len(self.pool) + self.num_idle)
+        self.grow(table, pages * self.page_size)
+        return table
+
+    def prefetch(self, tokens: array, namespace: Hashable = None) -> None:
+        """Starts to bring back from host memory what `open` is going to ask for."""
+        root = self.trie.roots.get(namespace) or Root(namespace)
+        nodes = self._match(root, tokens, len(tokens) - 1)
+        self.tier.prefetch(nodes[-1] if nodes else root, self._keys_behind(nodes, tokens))
 
     def grow(self, table: PageTable, length: int, *, force: bool = False) -> bool:
         """Extends the table to hold `length` positions, evicting what nobody reads. False, and nothing changed, if
@@ -147,9 +165,13 @@ class PrefixCache:
         self.tables.remove(table)
 
     def clear(self) -> None:
-        """Forgets every page that nobody reads, pinned ones too."""
+        """Forgets every page that nobody reads, pinned ones too, and all in host memory."""
+        tier, self.tier = self.tier, None
         while node := self.queue.pop() or self._oldest_pinned_leaf():
             self._evict(node)
+        self.tier = tier
+        if tier is not None:
+            tier.clear()
 
     # Pins ----------------------------------------------------------------------------------------------------------
 
@@ -197,21 +219,52 @@ class PrefixCache:
         assert self.num_pinned == sum(node.pins > 0 for node in nodes)
         queued = {node for rank, _, node in self.queue.heap if rank == self.queue.policy(node)}
         assert all(node in queued for node in nodes if node.is_idle and not node.children), "an idle leaf is queued"
+        if self.tier is not None:
+            self.tier.check()
 
     # ------------------------------------------------------------------------------------------------------------------
 
     def _key(self, tokens: array, column: int) -> bytes:
         return tokens[column * self.page_size : (column + 1) * self.page_size].tobytes()
 
-    def _match(self, root: Node, tokens: array) -> list[Node]:
+    def _keys_behind(self, nodes: list[Node], tokens: array) -> Iterator[bytes]:
+        return (self._key(tokens, column) for column in range(len(nodes), (len(tokens) - 1) // self.page_size))
+
+    def _match(self, root: Node, tokens: array, length: int) -> list[Node]:
         nodes, node = [], root
-        for column in range((len(tokens) - 1) // self.page_size):
+        for column in range(length // self.page_size):
             child = node.child(self._key(tokens, column))
             if child is None:
                 break
             nodes.append(child)
             node = child
         return nodes
+
+    def _hold_path(self, root: Root, nodes: list[Node], publishes: bool) -> PageTable:
+        for held in nodes:
+            self._hold(held)
+            held.readers += 1
+        root.readers += 1
+        table = PageTable(root, nodes, publishes)
+        table.cached_len = len(nodes) * self.page_size
+        self.tables.add(table)
+        return table
+
+    def _bring_back(self, table: PageTable, tokens: array) -> None:
+        """Continues the match in host memory: fresh pages, which are filled before the step that reads them. Not for a
+        sequence that is not going to be admitted."""
+        if -(-len(tokens) // self.page_size) - len(table.pages) > len(self.pool) + self.num_idle:
+            return
+        returned = self.tier.fetch(table.last, self._keys_behind(table.nodes, tokens))
+        first = len(table.nodes)
+        self.grow(table, (first + len(returned)) * self.page_size)
+        for page, (key, values) in zip(table.pages[first:], returned, strict=True):
+            node = table.last.add(key, page, self.step)
+            node.readers, node.last_use = 1, self.clock
+            table.nodes.append(node)
+            self.tier.arrivals[page] = values
+        table.cached_len = len(table.nodes) * self.page_size
+        self.num_returned += len(returned)
 
     def _copy_head(self, table: PageTable, tokens: array) -> None:
         column = len(table.nodes)
@@ -247,6 +300,8 @@ class PrefixCache:
         self.num_evicted += 1
         self.num_pinned_evicted += node.pins > 0
         parent = node.parent
+        if self.tier is not None:
+            self.tier.spill(node, self.step)
         node.remove()
         self.pool.give([node.page])
         if isinstance(parent, Root):

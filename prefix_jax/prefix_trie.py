@@ -17,7 +17,7 @@ class Node:
     """One published page. Children are kept in the order of their keys, so that the neighbours of a key that is missing
     are the ones that share most with it."""
 
-    __slots__ = ("key", "page", "parent", "keys", "children", "readers", "pins", "last_use", "step")
+    __slots__ = ("key", "page", "parent", "keys", "children", "readers", "pins", "last_use", "step", "kept")
 
     def __init__(self, key: bytes, page: int, parent: Node | None, step: int):
         self.key = key
@@ -29,6 +29,7 @@ class Node:
         self.pins = 0  # declared prefixes that include this node
         self.last_use = 0
         self.step = step  # the step that fills the page; it may be copied from in later ones
+        self.kept: object | None = None  # its place among the pages in host memory, if it was looked up
 
     @property
     def is_idle(self) -> bool:
