@@ -178,16 +178,15 @@ def _write(path: Path, document: dict[str, Any], groups: list[Values]) -> None:
     arrays = {str(index): group for index, group in enumerate(groups)}
     kv = {"kv": ocp.args.PyTreeSave(arrays)} if arrays else {}
     args = ocp.args.Composite(prefixes=ocp.args.JsonSave(document), **kv)
-    folder = path
     try:
         path.mkdir(parents=True, exist_ok=True)
+        _remove_unfinished(path)
         before = _saves(path)
         folder = path / str(before[-1] + 1 if before else 0)
         with _checkpointer() as checkpointer:
             checkpointer.save(folder, args)
     except Exception as error:  # Orbax and TensorStore raise whatever comes
-        for left in path.glob(f"{folder.name}.orbax*"):
-            shutil.rmtree(left, ignore_errors=True)
+        _remove_unfinished(path)
         raise OSError(f"{path}: the prefixes could not be saved: {error}") from error
     for number in before:
         shutil.rmtree(path / str(number), ignore_errors=True)
@@ -231,6 +230,12 @@ def _read(path: Path, engine: Engine) -> tuple[dict[str, Any], list[Values]]:
 def _saves(path: Path) -> list[int]:
     """The numbers of the saves that are whole."""
     return sorted(int(folder.name) for folder in path.glob("*") if folder.name.isdecimal())
+
+
+def _remove_unfinished(path: Path) -> None:
+    """What Orbax had not renamed yet when it failed, or its process ended."""
+    for folder in path.glob("*.orbax-checkpoint-tmp*"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _pad(group: Values) -> Shaped[np.ndarray, "group L 2 Hkv D"]:

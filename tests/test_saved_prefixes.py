@@ -364,11 +364,19 @@ def test_a_save_that_was_stopped_leaves_the_one_before(saved, tmp_path, monkeypa
     assert len(list(tmp_path.iterdir())) == 1, "the one before is gone"
 
 
-def test_a_stopped_process_leaves_no_half_save(saved):
-    """What Orbax has not renamed yet does not count, nor does a stranger's folder."""
-    (saved / "7.orbax-checkpoint-tmp").mkdir()
-    (saved / "notes").mkdir()
-    assert len(load_prefixes(saved, engine().engine)) == 5
+def test_a_stopped_process_leaves_no_half_save(tmp_path):
+    """What Orbax has not renamed yet does not count, nor does a stranger's folder; the next save clears it away."""
+    llm, family = engine(), a_family()
+    compute(llm, family)
+    save_prefixes(tmp_path, llm.engine, family)
+    (tmp_path / "notes").mkdir()
+    half = tmp_path / "1.orbax-checkpoint-tmp"
+    half.mkdir()
+    (half / "junk").write_text("junk")
+    assert len(load_prefixes(tmp_path, llm.engine)) == 5
+    save_prefixes(tmp_path, llm.engine, family[:2])
+    assert len(load_prefixes(tmp_path, llm.engine)) == 2
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["1", "notes"]
 
 
 def test_a_device_that_fails_in_the_middle_costs_what_it_had(saved, monkeypatch):
