@@ -136,7 +136,8 @@ class Runner:
 
     def to_device(self, pages: list[Array | np.ndarray]) -> list[Array]:
         """Starts to copy them, from host memory."""
-        return jax.device_put(pages, next(iter(self.store[0][0].devices())))
+        device = next(iter(self.store[0][0].devices()))
+        return jax.device_put(pages, jax.sharding.SingleDeviceSharding(device))  # a bare device means: in any memory
 
     def write_pages(self, arrivals: Mapping[int, Array]) -> None:
         """Puts what `to_device` returned into the pages that are its keys."""

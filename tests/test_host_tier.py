@@ -49,8 +49,12 @@ def test_the_budget_is_in_pages_of_all_layers():
             EngineConfig(host_memory_gib=bad)
 
 
-def test_what_was_evicted_comes_back():
+@pytest.mark.parametrize("memory", ["unpinned", "pinned"])
+def test_what_was_evicted_comes_back(memory, monkeypatch):
     llm = tiered()
+    if memory == "pinned":
+        pinned = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+        monkeypatch.setitem(llm.engine.runner.__dict__, "host_memory", pinned)
     a, b, c = random_prompts(1, 40, 40, 40)
     outputs = []
     for prompt in (a, b, c, a, b, c):
@@ -60,6 +64,9 @@ def test_what_was_evicted_comes_back():
     assert tokens_of(outputs)[:3] == tokens_of(outputs)[3:]
     check_greedy(outputs)
     assert llm.stats["host_hit_pages"] > 15
+    kinds = {getattr(getattr(e.values, "sharding", None), "memory_kind", None) for e in llm.engine.tier.entries}
+    assert kinds == {"pinned_host" if memory == "pinned" else None}
+    forget(llm)
 
 
 def check_same(llm, plain, prompts, params) -> None:
