@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -19,7 +20,8 @@ import numpy as np
 
 from pallas_kernels import default_implementation, is_compiled
 from prefix_jax import eviction, policies
-from prefix_jax.kv_store import measure_scales
+from prefix_jax.host_tier import HostTier
+from prefix_jax.kv_store import measure_scales, page_bytes
 from prefix_jax.models.llama import Llama
 from prefix_jax.prefix_cache import HitEnd, PrefixCache
 from prefix_jax.prefix_pool import PrefixPool
@@ -30,6 +32,7 @@ from prefix_jax.tiling import make_batcher
 from prefix_jax.tokenizer import IncrementalDecoder, Tokenizer
 
 log = logging.getLogger(__name__)
+STAGED_BYTES = 2**29  # of the device's memory, for pages that come back before their sequence is admitted
 SAMPLE_TEXT = Path(__file__).parent / "data" / "system_prompt.txt"  # over which the range of K and V is measured
 
 
@@ -42,9 +45,10 @@ class EngineConfig:
     max_num_batched_tokens: positions computed in one step. schedule_policy: who waits less, by name (fifo, greedy, lpm,
     dfs, priority), or a policies.Policy. eviction_policy: which unread page goes first (lru, lfu, fifo, cost, belady);
     None: belady with dfs, else lru. pin_fraction: of the pool, for declared prefixes. attention: the implementation, by
-    name. kv_dtype: "float8_e4m3fn" halves the bytes of K and V, at a loss. forest: read pages that running sequences
-    share once for all of them. bitwise: attention whose bits depend on the sequence alone, however it is chunked and
-    whatever it shares; slower. check: recount the cache after every step, for debugging.
+    name. host_memory_gib: of the host's memory, where evicted pages go and come back from. kv_dtype: "float8_e4m3fn"
+    halves the bytes of K and V, at a loss. forest: read pages that running sequences share once for all of them.
+    bitwise: attention whose bits depend on the sequence alone, however it is chunked and whatever it shares; slower.
+    check: recount the cache after every step, for debugging.
     """
 
     page_size: int = 16
@@ -58,6 +62,7 @@ class EngineConfig:
     eviction_policy: str | None = None
     pin_fraction: float = 0.5
     attention: str | None = None
+    host_memory_gib: float = 0.0
     kv_dtype: str | None = None
     forest: bool | None = None
     bitwise: bool = False
@@ -74,6 +79,9 @@ class EngineConfig:
         for name in ("memory_fraction", "pin_fraction"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be in (0, 1], got {getattr(self, name)!r}")
+        gib = self.host_memory_gib
+        if isinstance(gib, bool) or not isinstance(gib, (int, float)) or not 0 <= gib < math.inf:
+            raise ValueError(f"host_memory_gib must be a number, 0 or more, got {gib!r}")
         if self.kv_dtype not in (None, "float8_e4m3fn"):
             raise ValueError(f'kv_dtype must be None, for the model\'s own, or "float8_e4m3fn", got {self.kv_dtype!r}')
         if not callable(self.schedule_policy) and self.schedule_policy not in policies.POLICIES:
@@ -90,6 +98,7 @@ class InFlight:
 
     plan: StepPlan
     tokens: jax.Array
+    spilled: Iterable[Any] = ()  # pages read into host memory before it
 
 
 class Engine:
@@ -130,6 +139,7 @@ class Engine:
             scales=scales,
             use_tqdm=use_tqdm,
         )
+        self.tier = self._make_tier()
         self.warmup_seconds = time.monotonic() - started
         self.random = random.Random(config.seed)
         self.sequences: dict[str, Sequence] = {}  # unfinished, by request id
@@ -143,6 +153,7 @@ class Engine:
         self.recompute = eviction.RecomputeTime()
         self.collected_time: float | None = None  # of the step before the one in flight
         self.prefixes: PrefixPool | None = None
+        self.prefetched: Sequence | None = None
         self._make_host_half()
 
     def _sample_tokens(self, vocab_size: int) -> list[int]:
@@ -151,10 +162,21 @@ class Engine:
             return np.random.default_rng(0).integers(0, vocab_size, 256).tolist()
         return self.tokenizer.encode(SAMPLE_TEXT.read_text(encoding="utf-8"))[:512]
 
+    def _make_tier(self) -> HostTier | None:
+        config, runner = self.config, self.runner
+        if not (config.host_memory_gib and config.enable_prefix_caching):
+            return None
+        page = page_bytes(runner.config, config.page_size, runner.kv_dtype)
+        max_pages = int(config.host_memory_gib * 2**30 // page)
+        if not max_pages:
+            raise ValueError(f"host_memory_gib = {config.host_memory_gib} is less than one page of {page:,} bytes")
+        runner.warm_page_moves()
+        return HostTier(max_pages, runner.to_device, max_staged=STAGED_BYTES // page)
+
     def _make_host_half(self) -> None:
         config, num_pages = self.config, self.runner.num_pages
         evicts = config.eviction_policy or ("belady" if config.schedule_policy == "dfs" else "lru")
-        self.cache = PrefixCache(num_pages, config.page_size, evicts, self.recompute)
+        self.cache = PrefixCache(num_pages, config.page_size, evicts, self.recompute, self.tier)
         if self.prefixes is None:
             self.prefixes = PrefixPool(self.cache, int(num_pages * config.pin_fraction))
             self.prefixes.call, self.prefixes.seconds = self.call, self.recompute_seconds
@@ -232,7 +254,9 @@ class Engine:
         with suppress(RuntimeError):
             self._collect()
         former = self.cache.history
-        self._start_over()
+        if self.tier is not None:
+            self.tier.clear()
+        self.start_over()
         self.cache.former = former
 
     def recompute_seconds(self, num_tokens: int) -> float | None:
@@ -244,7 +268,8 @@ class Engine:
         self._do_commands()
         try:
             plan = self.scheduler.schedule()
-            launched = self._launch(plan) if plan.chunks else None
+            launched = self._launch(plan)
+            self._prefetch()
             self._collect()
             self.in_flight, self.recovering = launched, False
             if launched is None:
@@ -252,7 +277,7 @@ class Engine:
         except (RuntimeError, MemoryError) as error:  # XLA's errors are RuntimeErrors
             self._recover(error)
         except BaseException:  # an interrupt: pages may be published that no step is going to write
-            self._start_over()
+            self.start_over()
             raise
         if self.config.check:
             self.cache.check()
@@ -268,9 +293,38 @@ class Engine:
             except Exception as error:
                 future.set_exception(error)
 
-    def _launch(self, plan: StepPlan) -> InFlight:
+    def _launch(self, plan: StepPlan) -> InFlight | None:
+        """Starts a step, the pages that the plan evicts and brings back moved before it. None for an empty plan."""
+        self.spill()
+        if self.tier is not None:
+            plan.arrivals = self.tier.take_arrivals()
+        if not plan.chunks:
+            self.runner.write_pages(plan.arrivals)
+            return None
         self.num_steps += 1
-        return InFlight(plan, self.runner.dispatch(self.batcher.build(plan)))
+        spilled = self.tier.take_unsettled() if self.tier is not None else ()
+        return InFlight(plan, self.runner.dispatch(self.batcher.build(plan)), spilled)
+
+    def spill(self) -> None:
+        """Reads evicted pages into host memory, before anything is written into them. If that fails they are lost."""
+        if self.tier is None or not self.tier.departures:
+            return
+        departures = self.tier.take_departures()
+        try:
+            self.tier.keep(departures.values(), self.runner.read_pages(list(departures)))
+        except (RuntimeError, MemoryError) as error:
+            log.warning("%d evicted pages do not reach host memory: %s", len(departures), error)
+            self.tier.lose(departures.values())
+
+    def _prefetch(self) -> None:
+        """Starts the way back of the pages that whoever is admitted next finds in host memory."""
+        waiting = self.scheduler.waiting
+        if not (self.tier and waiting):
+            return
+        head = next(iter(self.scheduler.policy(waiting, self.scheduler.view)))
+        if head is not self.prefetched:
+            self.cache.prefetch(head.tokens, head.request.cache_salt)
+            self.prefetched = head
 
     def _collect(self) -> None:
         """Reads the tokens of the step in flight and hands each to its sequence."""
@@ -278,6 +332,8 @@ class Engine:
             self.collected_time = time.monotonic()  # the step that has just started is the first of some
             return
         tokens = np.asarray(self.in_flight.tokens).tolist()
+        if self.in_flight.spilled:
+            self.tier.settle(self.in_flight.spilled, self.runner.to_host)
         plan, self.in_flight = self.in_flight.plan, None
         now = time.monotonic()
         self._observe(plan, now)
@@ -388,14 +444,16 @@ class Engine:
         again, self.recovering = self.recovering, True
         with suppress(RuntimeError):
             self._collect()  # what the step before computed is not lost
-        self._start_over()
+        self.start_over()
         if again:
             raise error
         log.warning("a step failed, its sequences start over from their tokens: %s", error)
 
-    def _start_over(self) -> None:
+    def start_over(self) -> None:
         """A fresh device and an empty cache; unfinished sequences wait again with the tokens they have."""
         self.in_flight = self.collected_time = None
+        if self.tier is not None:
+            self.tier.recover()
         finished, counts = self.scheduler.finished, self.scheduler.counts
         self.runner.reset()
         self.batcher.forget_rows()

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Shaped
 
 from pallas_kernels import Scales, Tiles, paged_attention
 from pallas_kernels.qkv import LARGEST
@@ -70,6 +70,28 @@ def copy_pages(store: KVStore, sources: Int[Array, " n"], targets: Int[Array, " 
         return pages.at[targets].set(read).reshape(slots.shape)
 
     return jax.tree.map(copy, store)
+
+
+def read_slots(store: KVStore, slots: Int[Array, " n"]) -> Shaped[Array, "n L 2 Hkv D"]:
+    """K and V of single positions, those of all layers together."""
+    return jnp.stack([jnp.stack([k[slots], v[slots]], axis=1) for k, v in store], axis=1)
+
+
+def write_slots(store: KVStore, slots: Int[Array, " n"], values: Shaped[Array, "n L 2 Hkv D"]) -> KVStore:
+    """What `read_slots` read, into any slots; for padding, into those of page 0."""
+    return tuple(
+        (k.at[slots].set(values[:, layer, 0]), v.at[slots].set(values[:, layer, 1]))
+        for layer, (k, v) in enumerate(store)
+    )
+
+
+def read_pages(store: KVStore, slots: Int[Array, "pages S"]) -> list[Shaped[Array, "S L 2 Hkv D"]]:
+    """K and V of whole pages, each an array of its own that can go and come alone."""
+    return jnp.split(read_slots(store, slots.reshape(-1)), len(slots))
+
+
+def write_pages(store: KVStore, slots: Int[Array, "pages S"], pages: list[Shaped[Array, "S L 2 Hkv D"]]) -> KVStore:
+    return write_slots(store, slots.reshape(-1), jnp.concatenate(pages))
 
 
 def _array_page_bytes(config: LlamaConfig, page_size: int, dtype: Any) -> int:

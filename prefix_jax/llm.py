@@ -7,8 +7,9 @@ import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import asdict, fields
 from numbers import Integral
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Literal
 
@@ -20,9 +21,11 @@ from tqdm import tqdm
 from prefix_jax.cache_report import CacheReport, make_report
 from prefix_jax.engine import Engine, EngineConfig
 from prefix_jax.models.llama import LlamaConfig
-from prefix_jax.prefix_pool import Prefix, PrefixPool
+from prefix_jax.prefix_cache import PageTable
+from prefix_jax.prefix_pool import Encoded, Prefix, PrefixPool
 from prefix_jax.prompts import Prompt, PromptReader
 from prefix_jax.request import CompletionOutput, Request, RequestOutput, SamplingParams
+from prefix_jax.saved_prefixes import SavedPrefix, load_prefixes, save_prefixes
 from prefix_jax.tokenizer import Tokenizer
 from prefix_jax.weights import checkpoint_dtype, load_model, read_config
 
@@ -75,6 +78,7 @@ class LLM:
             is_taken=lambda request_id: request_id in self.engine.sequences,
         )
         self.prefixes.encode, self.prefixes.compute = self.reader.encode_prefix, self._compute_prefixes
+        self.prefixes.write, self.prefixes.read = self._write_prefixes, self._read_prefixes
         self._inboxes: dict[str, SimpleQueue[RequestOutput]] = {}  # of the calls that wait, by request id
 
     @property
@@ -95,6 +99,8 @@ class LLM:
             **engine.scheduler.counts,
             "steps": engine.num_steps,
             "evicted_pages": engine.cache.num_evicted,
+            "host_hit_pages": engine.cache.num_returned,
+            "host_pages": len(engine.tier or ()),
             "pinned_pages": engine.cache.num_pinned,
             "num_pages": engine.runner.num_pages,
             "num_buckets": len(engine.batcher.buckets),
@@ -229,6 +235,27 @@ class LLM:
         ]
         for _ in self._run(requests):
             pass
+
+    def _write_prefixes(self, path: str | os.PathLike, prefixes: Sequence[Prefix]) -> None:
+        saved = [
+            SavedPrefix(p.name, p.tokens, p.parent.name if p.parent else None, p.salt, asdict(p.content))
+            for p in prefixes
+        ]
+        with self._on_device():
+            self.engine.call(lambda: save_prefixes(Path(path), self.engine, saved))
+
+    def _read_prefixes(self, path: str | os.PathLike) -> list[Prefix]:
+        handles: list[Prefix] = []
+
+        def on_loaded(saved: SavedPrefix, table: PageTable) -> None:
+            content = Encoded(**saved.content)
+            parent = self.prefixes.names.get(saved.parent)
+            prefix = Prefix(self.prefixes, saved.tokens, saved.salt, saved.name, parent, content)
+            handles.append(self.prefixes.restore(prefix, table.nodes))
+
+        with self._on_device():
+            self.engine.call(lambda: load_prefixes(Path(path), self.engine, on_loaded))
+        return handles
 
     def _on_device(self):
         return jax.default_device(self._device) if self._device else nullcontext()

@@ -17,6 +17,7 @@ from itertools import islice, takewhile
 from math import inf
 
 from prefix_jax import eviction
+from prefix_jax.host_tier import HostTier
 from prefix_jax.page_pool import PagePool
 from prefix_jax.prefix_trie import TOKEN_BYTES, Node, PrefixTrie, Root
 
@@ -92,13 +93,19 @@ class PrefixCache:
     """Opens, grows, publishes and closes page tables over `num_pages` pages of `page_size` positions."""
 
     def __init__(
-        self, num_pages: int, page_size: int, policy: str = "lru", recompute: eviction.RecomputeTime | None = None
+        self,
+        num_pages: int,
+        page_size: int,
+        policy: str = "lru",
+        recompute: eviction.RecomputeTime | None = None,
+        tier: HostTier | None = None,
     ):
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {page_size}")
         self.page_size = page_size
         self.pool = PagePool(num_pages)
         self.trie = PrefixTrie()
+        self.tier = tier  # where evicted pages go and come back from
         self.queue = eviction.EvictionQueue(
             eviction.make_policy(policy, page_size, recompute or eviction.RecomputeTime())
         )
@@ -111,6 +118,7 @@ class PrefixCache:
         self.num_pinned_evicted = 0
         self.history = PageHistory(max(2 * num_pages, 65_536))
         self.former: PageHistory | None = None  # of the weights before these
+        self.num_returned = 0  # pages that came back from host memory
 
     # A sequence's hold on pages ------------------------------------------------------------------------------------
 
@@ -131,17 +139,28 @@ class PrefixCache:
         """
         root = self.trie.root(namespace)
         nodes = self._match(root, tokens, (len(tokens) - 1) // self.page_size) if reads else []
-        for held in nodes:
-            self._hold(held)
-            held.readers += 1
-            held.uses += 1
-        root.readers += 1
-        table = PageTable(root, nodes, publishes, priority=priority, ttl=ttl)
-        table.cached_len = len(nodes) * self.page_size
-        self.tables.add(table)
+        table = self._hold_path(PageTable(root, nodes, publishes, priority=priority, ttl=ttl))
+        if reads and publishes and self.tier:
+            self._bring_back(table, tokens)
         if reads:
             self._copy_head(table, tokens)
         return table
+
+    def insert(self, tokens: array, namespace: Hashable = None) -> PageTable:
+        """A page table for the full pages of `tokens`, or as many leading ones as there is room for without preemption:
+        published ones, then private ones, which the caller writes before it publishes them and closes the table."""
+        root = self.trie.root(namespace)
+        nodes = self._match(root, tokens, len(tokens) // self.page_size)
+        table = self._hold_path(PageTable(root, nodes, publishes=True))
+        pages = min(len(tokens) // self.page_size, len(table.nodes) + len(self.pool) + self.num_idle)
+        self.grow(table, pages * self.page_size)
+        return table
+
+    def prefetch(self, tokens: array, namespace: Hashable = None) -> None:
+        """Starts to bring back from host memory what `open` is going to ask for."""
+        root = self.trie.roots.get(namespace) or Root(namespace)
+        nodes = self._match(root, tokens, (len(tokens) - 1) // self.page_size)
+        self.tier.prefetch(nodes[-1] if nodes else root, self._keys_behind(nodes, tokens))
 
     def grow(self, table: PageTable, length: int, *, force: bool = False) -> bool:
         """Extends the table to hold `length` positions, evicting what nobody reads. False, and nothing changed, if
@@ -188,11 +207,7 @@ class PrefixCache:
             key = self._key(tokens, column)
             node = table.last.child(key)
             if node is None:
-                node = table.last.add(key, table.pages[column], self.step)
-                node.readers = node.uses = 1
-                node.last_use = self.clock
-                table.nodes.append(node)
-                self.history.add(node.digest)
+                self._add(table, key, table.pages[column])
                 published += 1
             elif written:
                 self._take_over(table, node)
@@ -216,10 +231,14 @@ class PrefixCache:
         self.tables.remove(table)
 
     def clear(self) -> None:
-        """Forgets every page that nobody reads, pinned ones too, and what there was."""
+        """Forgets every page that nobody reads, pinned ones too, all in host memory, and what there was."""
         self.history, self.former = PageHistory(self.history.limit), None
+        tier, self.tier = self.tier, None
         while node := self.queue.pop() or self._oldest_pinned_leaf():
             self._evict(node)
+        self.tier = tier
+        if tier is not None:
+            tier.clear()
 
     # What there is ---------------------------------------------------------------------------------------------------
 
@@ -305,6 +324,8 @@ class PrefixCache:
         assert self.num_pinned == sum(node.pins > 0 for node in nodes)
         queued = set(self.queue.candidates())
         assert all(node in queued for node in nodes if node.is_idle and not node.children), "an idle leaf is queued"
+        if self.tier is not None:
+            self.tier.check()
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -320,6 +341,9 @@ class PrefixCache:
                 return node, column
             node, num_pages = child, column + 1
         return node, num_pages
+
+    def _keys_behind(self, nodes: list[Node], tokens: array) -> Iterator[bytes]:
+        return (self._key(tokens, column) for column in range(len(nodes), (len(tokens) - 1) // self.page_size))
 
     def _match(self, root: Node, tokens: array, num_pages: int) -> list[Node]:
         nodes, node = [], root
@@ -343,6 +367,31 @@ class PrefixCache:
         end = (column + 1) * self.page_size
         return end <= len(tokens) and len(self._match(root, tokens, column + 1)) == column + 1
 
+    def _hold_path(self, table: PageTable) -> PageTable:
+        """A new table over published pages becomes one of their readers."""
+        for held in table.nodes:
+            self._hold(held)
+            held.readers += 1
+            held.uses += 1
+        table.root.readers += 1
+        table.cached_len = len(table.nodes) * self.page_size
+        self.tables.add(table)
+        return table
+
+    def _bring_back(self, table: PageTable, tokens: array) -> None:
+        """Continues the match in host memory: fresh pages, which are filled before the step that reads them. Not for a
+        sequence that is not going to be admitted."""
+        if -(-len(tokens) // self.page_size) - len(table.pages) > len(self.pool) + self.num_idle:
+            return
+        returned = self.tier.fetch(table.last, self._keys_behind(table.nodes, tokens))
+        first = len(table.nodes)
+        self.grow(table, (first + len(returned)) * self.page_size)
+        for page, (key, values) in zip(table.pages[first:], returned, strict=True):
+            self._add(table, key, page)
+            self.tier.arrivals[page] = values
+        table.cached_len = len(table.nodes) * self.page_size
+        self.num_returned += len(returned)
+
     def _copy_head(self, table: PageTable, tokens: array) -> None:
         column = len(table.nodes)
         head = tokens[column * self.page_size : min((column + 1) * self.page_size, len(tokens) - 1)].tobytes()
@@ -350,6 +399,14 @@ class PrefixCache:
         if source is not None and self.grow(table, table.cached_len + shared):
             table.copy = (source.page, table.pages[-1])
             table.cached_len += shared
+
+    def _add(self, table: PageTable, key: bytes, page: int) -> None:
+        """Publishes the table's next page."""
+        node = table.last.add(key, page, self.step)
+        node.readers = node.uses = 1
+        node.last_use = self.clock
+        table.nodes.append(node)
+        self.history.add(node.digest)
 
     def _take_over(self, table: PageTable, node: Node) -> None:
         """Puts a published page into the table's next column and frees the own page there, if there is one."""
@@ -378,6 +435,8 @@ class PrefixCache:
         self.num_evicted += 1
         self.num_pinned_evicted += node.pins > 0
         parent = node.parent
+        if self.tier is not None:
+            self.tier.spill(node, self.step)
         node.remove()
         self.pool.give([node.page])
         if isinstance(parent, Root):

@@ -8,15 +8,19 @@ Whoever owns it gives it a tokenizer (`encode`), an engine (`compute`) and a way
 
 from __future__ import annotations
 
+import logging
 import time
 from array import array
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from prefix_jax.prefix_cache import PrefixCache
 from prefix_jax.prefix_trie import TOKEN_BYTES, Node
+
+log = logging.getLogger(__name__)
 
 Content = Any  # text, token ids, or chat messages
 
@@ -140,6 +144,8 @@ class PrefixPool:
         self.next_expiry = float("inf")
         self.encode: Callable[[Content, Encoded | None], Encoded] = encode_tokens
         self.compute: Callable[[Iterable[Prefix]], None] = _cannot_compute
+        self.write: Callable[[str | Path, list[Prefix]], None] = _cannot_compute
+        self.read: Callable[[str | Path], list[Prefix]] = _cannot_compute
         self.call: Callable[[Callable[[], Any]], Any] = lambda do: do()
         self.seconds: Callable[[int], float | None] = lambda num_tokens: None  # to compute so many of a prompt
 
@@ -175,6 +181,21 @@ class PrefixPool:
         prefix = Prefix(self, array("i", encoded.tokens), salt, name, above, encoded, pin, expires)
         self.call(lambda: self._add(prefix))
         return prefix
+
+    def save(self, path: str | Path, prefixes: Iterable[Prefix | str] | None = None) -> None:
+        """Writes these prefixes, or all that have handles, with their K and V, in place of what was saved at `path`;
+        what is not computed yet is first. OSError if the disk does not take it; the old save is whole then."""
+        chosen = [self[p] if isinstance(p, str) else p for p in (self if prefixes is None else prefixes)]
+        for prefix in chosen:
+            prefix._check()
+        self.compute([prefix for prefix in chosen if prefix.stats().missing])
+        self.write(path, chosen)
+
+    def load(self, path: str | Path) -> list[Prefix]:
+        """Brings saved prefixes back, as handles with their pages in the cache, as many as there is room for. Pins them
+        as far as the budget goes; a name that another prefix has by now stays with that one. Raises a ValueError for a
+        save that is damaged, or of another model, dtype or RoPE; nothing is loaded then."""
+        return self.read(path)
 
     def __getitem__(self, name: str) -> Prefix:
         """KeyError shows the names there are."""
@@ -247,6 +268,23 @@ class PrefixPool:
         for prefix in [p for p in self.added if p.expires is not None and p.expires <= now]:
             self._lapse(prefix)
         self.next_expiry = min((p.expires for p in self.added if p.expires is not None), default=float("inf"))
+
+    def restore(self, prefix: Prefix, nodes: list[Node]) -> Prefix:
+        """A handle for a prefix that was saved, whose pages are these nodes; or the one that there is."""
+        same = (other for other in self.added if (other.salt, other.tokens) == (prefix.salt, prefix.tokens))
+        found = next(same, None)
+        if found is None:
+            if prefix.name in self.names:
+                log.warning("the name %r is taken by another prefix, the loaded one has none", prefix.name)
+                prefix.name = None
+            try:
+                self._add(prefix)
+            except PinBudgetError as error:
+                log.warning("loaded, but not pinned: %s", error)
+                prefix.is_pinned = False
+                self._add(prefix)
+        self.pin_published(found or prefix, nodes)
+        return found or prefix
 
     def attach(self, cache: PrefixCache) -> None:
         """Goes on over an empty cache: what was declared stays, and is pinned as it gets computed again."""
@@ -399,7 +437,7 @@ def encode_tokens(content: Content, above: Encoded | None) -> Encoded:
     return Encoded(tokens, tokens)
 
 
-def _cannot_compute(prefixes: Iterable[Prefix]) -> None:
+def _cannot_compute(*arguments: Any) -> Any:
     raise RuntimeError("this pool has no engine to compute with")
 
 

@@ -23,7 +23,7 @@ class Node:
 
     __slots__ = (
         "key", "page", "parent", "keys", "children", "readers", "pins", "last_use", "step",
-        "depth", "uses", "priority", "expires", "demand", "ticket", "digest",
+        "depth", "uses", "priority", "expires", "demand", "ticket", "digest", "kept",
     )  # fmt: skip
 
     def __init__(self, key: bytes, page: int, parent: Node | None, step: int):
@@ -45,6 +45,7 @@ class Node:
         )
         self.ticket = 0  # of its latest entry in the eviction queue
         self.digest = hash((parent.digest if parent else 0, key))  # of the path; for statistics, identity is the tokens
+        self.kept: object | None = None  # its place among the pages in host memory, if it was looked up
 
     @property
     def is_idle(self) -> bool:

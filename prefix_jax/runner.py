@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, Shaped
 from tqdm import tqdm
 
 from pallas_kernels import BESIDE_OPTIONS, Merge, Scales, Tiles, is_compiled, paged_attention
@@ -23,8 +23,11 @@ from prefix_jax.scheduler import StepPlan
 from prefix_jax.step_batch import Batcher, Bucket, StepBatch
 from prefix_jax.tile_plan import TILE_FIELDS
 from prefix_jax.tiling import tile_configs
+from prefix_jax.weights import fingerprint
 
 COPY_GROUP = 16  # page copies in one launch
+PAGE_GROUP = 16  # pages to or from host memory in one launch
+SLOT_GROUP = 512  # positions of saved prefixes in one launch
 CHANGE_GROUP = 4096  # page table changes in one launch, before the step
 # For the compiler: no trials of two kernels for one fusion, on arrays as large as those that fill the memory already.
 NO_TRIALS = {"xla_gpu_experimental_enable_fusion_autotuner": False}
@@ -61,6 +64,11 @@ class Runner:
         self.num_pages = num_pages or self._measure_num_pages(memory_fraction)
         self.reset()
         self.steps: dict[str, Any] = {}
+        # These are compiled when first used: saving is no part of a step, and `warm_page_moves` comes before the first.
+        jit = functools.partial(jax.jit, compiler_options=NO_TRIALS)
+        self._read_slots, self._read_pages = jit(kv_store.read_slots), jit(kv_store.read_pages)
+        self._write_slots = jit(kv_store.write_slots, donate_argnums=0)
+        self._write_pages = jit(kv_store.write_pages, donate_argnums=0)
         self._warm_up(use_tqdm)
 
     def set_params(self, model: Llama) -> None:
@@ -70,6 +78,7 @@ class Runner:
         if tree != self.param_tree or kinds != new:
             raise ValueError("the parameters of another model: shapes or dtypes differ")
         self.params = params
+        vars(self).pop("fingerprint", None)  # of the former ones
 
     def reset(self) -> None:
         """Fresh device state, forgetting every page: at start, and after a step that failed."""
@@ -88,12 +97,73 @@ class Runner:
         for copies in _groups(np.array(batch.copies, np.int32).reshape(-1, 2), COPY_GROUP):
             padding = np.zeros((COPY_GROUP - len(copies), 2), np.int32)
             self.store = self._copy_pages(self.store, *np.concatenate([copies, padding]).T)
+        self.write_pages(batch.arrivals)  # a copy may have read what a page held before
         run = self.steps[batch.bucket.name]
         self.store, self.page_table, self.last_tokens = run(
             self.params, self.scales, self.store, self.page_table, self.last_tokens, batch.packed
         )
         self.last_tokens.copy_to_host_async()
         return self.last_tokens
+
+    # K and V off the device and back ---------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Of the weights."""
+        return fingerprint(self.params)
+
+    @functools.cached_property
+    def host_memory(self) -> jax.sharding.Sharding | None:
+        """Pinned memory of the host, from and to which the device copies by itself; None where there is none."""
+        device = next(iter(self.store[0][0].devices()))
+        kinds = {memory.kind for memory in device.addressable_memories()}
+        if device.platform == "cpu" or "pinned_host" not in kinds:
+            return None
+        return jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+
+    def read_slots(self, slots: Int[np.ndarray, " n"]) -> Shaped[Array, "n L 2 Hkv D"]:
+        return self._read_slots(self.store, slots)
+
+    def write_slots(self, slots: Int[np.ndarray, " n"], values: Shaped[Array, "n L 2 Hkv D"]) -> None:
+        self.store = self._write_slots(self.store, slots, values)
+
+    def read_pages(self, pages: list[int]) -> list[Shaped[Array, "S L 2 Hkv D"]]:
+        """Starts to copy pages, as they are before the next step, to host memory."""
+        copies: list[Array] = []
+        for group in _groups(np.array(pages, np.int32), PAGE_GROUP):
+            copies += self._read_pages(self.store, self._slots_of(group))[: len(group)]
+        if self.host_memory is not None:
+            return jax.device_put(copies, self.host_memory)
+        for copy in copies:
+            copy.copy_to_host_async()
+        return copies
+
+    def to_host(self, page: Array) -> Array | np.ndarray:
+        """One of `read_pages`, once a later step has run: out of the device's memory."""
+        return page if self.host_memory is not None else np.asarray(page)
+
+    def to_device(self, pages: list[Array | np.ndarray]) -> list[Array]:
+        """Starts to copy them, from host memory."""
+        device = next(iter(self.store[0][0].devices()))
+        return jax.device_put(pages, jax.sharding.SingleDeviceSharding(device))  # a bare device means: in any memory
+
+    def write_pages(self, arrivals: Mapping[int, Array]) -> None:
+        """Puts what `to_device` returned into the pages that are its keys."""
+        pages, values = np.array(list(arrivals), np.int32), list(arrivals.values())
+        for start in range(0, len(pages), PAGE_GROUP):
+            group = values[start : start + PAGE_GROUP]
+            group += group[-1:] * (PAGE_GROUP - len(group))
+            self.store = self._write_pages(self.store, self._slots_of(pages[start : start + PAGE_GROUP]), group)
+
+    def warm_page_moves(self) -> None:
+        """Compiles what moves pages to host memory and back."""
+        self.write_pages({0: self.to_device([self.to_host(self.read_pages([0])[0])])[0]})
+
+    def _slots_of(self, pages: Int[np.ndarray, " n"]) -> Int[np.ndarray, "group S"]:
+        """The slots of up to a group of pages; padding is page 0."""
+        padded = np.zeros(PAGE_GROUP, np.int32)
+        padded[: len(pages)] = pages
+        return padded[:, None] * self.page_size + np.arange(self.page_size, dtype=np.int32)
 
     # ------------------------------------------------------------------------------------------------------------------
 

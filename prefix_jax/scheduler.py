@@ -10,7 +10,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from prefix_jax import policies
 from prefix_jax.eviction import belady
@@ -45,11 +45,12 @@ class Chunk(NamedTuple):
 
 @dataclass
 class StepPlan:
-    """One step's chunks, and the page copies (from, to) to run before it."""
+    """One step's chunks, and what to do before it: page copies (from, to), then pages to fill (page, values)."""
 
     chunks: list[Chunk] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     num_tokens: int = 0
+    arrivals: dict[int, Any] = field(default_factory=dict)
 
 
 class Scheduler:

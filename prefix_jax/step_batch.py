@@ -176,13 +176,14 @@ def _sizes(smallest: int, largest: int, step: int) -> list[int]:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One step for the device. Before it, `copies` (page from, page to) and `early_changes` of the page table (flat
-    index, page), which did not fit into the step, are to be applied."""
+    """One step for the device. Before it, `copies` (page from, page to), then `arrivals` (page, values), and
+    `early_changes` of the page table (flat index, page), which did not fit into the step, are to be applied."""
 
     bucket: Bucket
     packed: Int[np.ndarray, " packed_len"]
     copies: list[tuple[int, int]]
     early_changes: Int[np.ndarray, "2 n"]
+    arrivals: dict[int, Any]
 
 
 class Batcher:
@@ -248,7 +249,7 @@ class Batcher:
             page_size=self.page_size,
         )
         bucket.fill_tiles(tiles, views)
-        return StepBatch(bucket, packed, plan.copies, early_changes)
+        return StepBatch(bucket, packed, plan.copies, early_changes, plan.arrivals)
 
     def _shared_runs(self, rows, starts, lengths, changes: Int[np.ndarray, "3 n"]) -> list[Run]:
         """The runs of pages that are worth tiles of their own; kept while the rows stay and no shared page changes."""

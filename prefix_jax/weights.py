@@ -4,6 +4,7 @@ One parameter at a time: its tensors are read, sent to the device as they lie in
 converted there. The host never holds more than the tensors of one parameter.
 """
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -75,6 +76,23 @@ def load_model(
         tensors = [stored[name].read() for name in names]
         parameter.set_value(jax.block_until_ready(convert(*tensors, dtype=dtype)))
     return model
+
+
+@jax.jit
+def checksum(array: jax.Array) -> jax.Array:
+    """32 bits of all its bits: no element can change, or two change places, unseen; equal on all devices."""
+    kind = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[array.dtype.itemsize]
+    bits = jax.lax.bitcast_convert_type(array, kind).reshape(-1).astype(jnp.uint32)
+    return jnp.sum(bits * (2 * jnp.arange(bits.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)
+
+
+def fingerprint(params: Any) -> str:
+    """Of the weights in a pytree, as they are computed with: sha256 of each array's shape, dtype and checksum, in
+    order. One pass over the weights, on their device; equal in every process and on every device."""
+    arrays = jax.tree.leaves(params)
+    sums = jax.device_get([checksum(array) for array in arrays])
+    parts = [(array.shape, array.dtype.name, int(value)) for array, value in zip(arrays, sums, strict=True)]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def _locate(source: str | Path, load_format: str) -> tuple[str, Path]:

@@ -174,7 +174,7 @@ def mmlu_text(row: dict) -> str:
 
 
 def open_and_publish(evicts: str, repeats: int = 30) -> list[float]:
-    """Milliseconds for a prompt of 8,192 tokens while the trie holds 100,000 nodes; each evicts as many as it brings."""
+    """Milliseconds for a prompt of 8,192 tokens in a trie of 100,000 nodes; each evicts as many as it brings."""
     rng = np.random.default_rng(4)
     cache = PrefixCache(100_000, PAGE_SIZE, evicts)
     spent = []

@@ -90,7 +90,14 @@ class Answers:
 
 def build_engine(args: argparse.Namespace, **options) -> LLM:
     names = ("tokenizer", "dtype", "load_format", "device", "page_size", "num_pages", "memory_fraction", "max_num_seqs")
-    names += ("max_num_batched_tokens", "max_model_len", "schedule_policy", "eviction_policy", "seed")
+    names += (
+        "max_num_batched_tokens",
+        "max_model_len",
+        "schedule_policy",
+        "eviction_policy",
+        "host_memory_gib",
+        "seed",
+    )
     return LLM(str(args.model), **({name: getattr(args, name) for name in names} | options))
 
 
@@ -244,6 +251,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--max-model-len", type=int)
     add("--schedule-policy", default="fifo", help="fifo, greedy, lpm, dfs or priority: who starts first")
     add("--eviction-policy", help="lru, lfu, fifo, cost or belady (default: belady with dfs, else lru)")
+    add("--host-memory-gib", type=float, default=0.0, metavar="N", help="evicted pages go there and come back")
+    add("--load-prefixes", type=Path, metavar="PATH", help="begin with what --save-prefixes kept")
+    add(
+        "--save-prefixes", type=Path, metavar="PATH", help="keep the system message's K and V, and all that were loaded"
+    )
     add("--device", help='a JAX platform, "cpu", "gpu" or "cuda" (default: the best there is)')
     args = parser.parse_args(argv)
     if args.compare and args.no_enable_prefix_caching:
@@ -280,7 +292,16 @@ def serve(args: argparse.Namespace) -> int:
     args.model = args.model or default_model_path()
     llm = build_engine(args, enable_prefix_caching=not args.no_enable_prefix_caching)
     answers = Answers(rows, args.output)
+    if args.load_prefixes:
+        loaded = llm.prefixes.load(args.load_prefixes)
+        print(f"{len(loaded)} prefixes loaded, of {', '.join(str(prefix.num_tokens) for prefix in loaded)} tokens")
+    if args.save_prefixes and args.system and "system" not in llm.prefixes:
+        chat = llm.tokenizer.chat_template is not None
+        content = [{"role": "system", "content": args.system}] if chat else f"{args.system}\n\n"
+        llm.prefixes.add(content, name="system")
     summary = run(llm, rows, args, answers)
+    if args.save_prefixes:
+        llm.prefixes.save(args.save_prefixes)
     if args.trace:
         trace(answers, args.trace)
     report(rows, answers, summary, args.output)

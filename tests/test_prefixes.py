@@ -414,3 +414,40 @@ def test_pages_of_other_weights_never_match(llm, tmp_path):
     assert tokens_of(generate(llm, [[*prefix, *tail]])) == tokens_of(mine)
     with pytest.raises(ValueError, match="another model: num_layers differ"):
         llm.load_weights(write_checkpoint(tmp_path / "deep", (deep := tiny_config(num_layers=3)), tiny_weights(deep)))
+
+
+# Kept beyond the run --------------------------------------------------------------------------------------------------
+
+
+def test_prefixes_are_saved_and_loaded_with_their_names_and_levels(llm, tmp_path):
+    system, tools = random_prompts(60, 40, 30)
+    top = llm.prefixes.add(system, name="system", salt="s")
+    llm.prefixes.add(tools, name="tools", parent=top, salt="s")
+    text = llm.prefixes.add(TEXT, name="text", pin=False)
+    expected = generate(llm, [[7, 8], "and then"], prefix=["tools", "text"])
+    llm.prefixes.save(tmp_path / "kept")
+    llm.reset_prefix_cache()
+    handles = llm.prefixes.load(tmp_path / "kept")
+    assert [p.name for p in handles] == ["system", "tools", "text"] == [p.name for p in llm.prefixes]
+    assert handles[1].parent is handles[0] and handles[0].salt == "s"
+    assert [(p.stats().pinned, p.stats().missing) for p in handles[:2]] == [(2, 0), (4, 0)]
+    assert handles[2].tokens == text.tokens and handles[2].content == text.content
+    outputs = generate(llm, [[7, 8], "and then"], prefix=["tools", "text"])
+    assert cached_of(outputs) == [64, text.num_pages * 16]
+    assert tokens_of(outputs) == tokens_of(expected)
+    again = llm.prefixes.load(tmp_path / "kept")
+    assert again == handles, "the handles that there are"
+
+
+def test_loading_never_fails_for_a_name_or_the_budget(llm, tmp_path, caplog):
+    (prefix,) = random_prompts(61, 32)
+    llm.prefixes.add(prefix, name="a")
+    llm.prefixes.save(tmp_path / "kept", ["a"])
+    llm.reset_prefix_cache()
+    taken = llm.prefixes.add([5] * 15 * 16, name="a")
+    llm.prefixes.add([6] * 15 * 16, name="b")
+    llm.prefixes.add([7] * 16, name="c")
+    (handle,) = llm.prefixes.load(tmp_path / "kept")
+    assert handle.name is None and not handle.is_pinned and llm.prefixes["a"] is taken
+    assert "the name 'a' is taken" in caplog.text and "loaded, but not pinned" in caplog.text
+    assert cached_of(generate(llm, [[*prefix, 9]])) == [32]

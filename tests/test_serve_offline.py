@@ -121,7 +121,7 @@ def test_bundled_questions_differ_and_the_system_prompt_has_about_600_tokens(sha
 
 def test_options_reach_the_engine_and_the_sampling_parameters(engine, prompts):
     options = "--page-size 4 --num-pages 64 --memory-fraction 0.5 --max-num-seqs 8 --max-num-batched-tokens 32 "
-    options += "--max-model-len 128 --schedule-policy lpm --eviction-policy cost --device cpu --dtype bfloat16 "
+    options += "--max-model-len 128 --schedule-policy lpm --eviction-policy cost --host-memory-gib 0.5 --device cpu --dtype bfloat16 "
     options += "--load-format dummy --no-enable-prefix-caching --model m --temperature 0.5 --top-p 0.9 --top-k 5 "
     options += "--seed 7 --prefix-pos 2"
     file = prompts("one", "", "three", name="p.txt")

@@ -1,0 +1,99 @@
+"""Times what is instead of computing a prefix again: loading it from disk, and bringing it back from host memory, from
+which length on that is faster. Writes benchmarks/results/page_moves.json.
+
+Bytes of K and V over a rate of copying, against floating-point operations over a rate of products; below the break-even
+both are hidden in the time of a step that does next to nothing.
+"""
+
+import argparse
+import shutil
+import statistics
+import tempfile
+import time
+from array import array
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from benchmark_step import MODELS
+from results import Figure, device_name, write_results
+
+from prefix_jax import LLM, SamplingParams
+from prefix_jax.saved_prefixes import SavedPrefix, load_prefixes, save_prefixes
+
+LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+
+
+def seconds(run: Callable[[], object], prepare: Callable[[], object], repeats: int = 5) -> list[float]:
+    """Of `run` alone, until the device is done; the first, which may compile, is not counted."""
+    times = []
+    for _ in range(repeats + 1):
+        prepare()
+        started = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - started)
+    return times[1:]
+
+
+def main() -> bool:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="llama-3-8b")
+    parser.add_argument("--length", type=int, default=LENGTHS[-1], help="of the prefix that is saved and loaded")
+    parser.add_argument("--folder", help="where to save; default: the temporary folder")
+    args = parser.parse_args()
+
+    length = args.length
+    llm = LLM(
+        MODELS[args.model], load_format="dummy", num_pages=length // 8 + 64, max_model_len=length + 64, max_num_seqs=1,
+        max_num_batched_tokens=length, host_memory_gib=4, use_tqdm=False,
+    )  # fmt: skip
+    engine = llm.engine
+    tokens = np.random.default_rng(0).integers(4, llm.model_config.vocab_size, length + 1).tolist()
+    one = SamplingParams(temperature=0, max_tokens=1)
+
+    def answer(count: int) -> None:
+        llm.generate([tokens[: count + 1]], one, use_tqdm=False)
+
+    def to_host() -> None:
+        while node := engine.cache.queue.pop():
+            engine.cache._evict(node)
+        engine.spill()
+        jax.block_until_ready([entry.values for entry in engine.tier.entries])
+
+    computed, returned = {}, {}
+    for count in (count for count in LENGTHS if count <= length):
+        computed[count] = seconds(lambda count=count: answer(count), llm.reset_prefix_cache)
+        answer(count)
+        returned[count] = seconds(lambda count=count: answer(count), to_host)
+    folder = tempfile.mkdtemp(dir=args.folder)
+    prefixes = [SavedPrefix("prefix", array("i", tokens[:length]))]
+
+    def load() -> None:
+        load_prefixes(folder, engine)
+        jax.block_until_ready(engine.runner.store)
+
+    answer(length)
+    saves = seconds(lambda: save_prefixes(folder, engine, prefixes), lambda: None)
+    loads = seconds(load, llm.reset_prefix_cache)
+    shutil.rmtree(folder)
+
+    again = statistics.median(computed[length])
+    both = statistics.median(saves) + statistics.median(loads)
+    even = next(
+        (count for count in computed if statistics.median(returned[count]) < statistics.median(computed[count])), 0
+    )
+    rows = [
+        Figure(f"computing {length} positions ÷ saving and loading them", again / both, "x", 1, 5, "higher"),
+        Figure.median(f"computing {length} positions", computed[length], "s"),
+        Figure.median(f"saving {length} positions", saves, "s"),
+        Figure.median(f"loading {length} positions", loads, "s"),
+        Figure("positions from which host memory beats computing, 0: none measured", even, ""),
+    ]
+    for count in computed:
+        ratio = statistics.median(computed[count]) / statistics.median(returned[count])
+        rows.append(Figure(f"computing {count} positions ÷ from host memory", ratio, "x", better="higher"))
+    return write_results("page_moves", rows, device=device_name())
+
+
+if __name__ == "__main__":
+    raise SystemExit(not main())
