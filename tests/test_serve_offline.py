@@ -130,8 +130,8 @@ def test_options_reach_the_engine_and_the_sampling_parameters(engine, prompts):
     assert llm.model == "m"
     assert llm.options == {
         "page_size": 4, "num_pages": 64, "memory_fraction": 0.5, "max_num_seqs": 8, "max_num_batched_tokens": 32,
-        "max_model_len": 128, "schedule_policy": "lpm", "eviction_policy": "cost", "device": "cpu", "dtype": "bfloat16",
-        "load_format": "dummy", "enable_prefix_caching": False, "seed": 7, "tokenizer": None,
+        "max_model_len": 128, "schedule_policy": "lpm", "eviction_policy": "cost", "host_memory_gib": 0.5,
+        "device": "cpu", "dtype": "bfloat16", "load_format": "dummy", "enable_prefix_caching": False, "seed": 7, "tokenizer": None,
     }  # fmt: skip
     sampled = [(p.temperature, p.top_p, p.top_k, p.seed, p.max_tokens) for _, p, _ in llm.asked]
     assert sampled == [(0.5, 0.9, 5, 7, 3), (0.5, 0.9, 5, 9, 3)]  # line 3 draws from seed + 2
