@@ -1,11 +1,12 @@
 """What the prefix cache saves, and what it costs: counts of the scheduler without a model, times of the trie, and with
---model the throughput of an engine that finds nothing to reuse, and a prefix saved, loaded and recomputed.
+--model or --shapes the throughput of an engine that finds nothing to reuse, and a prefix saved, loaded, recomputed.
 
 --data is a folder with mmlu/, mooncake/ and tokenizers/; without it their rows are left out. Writes
 benchmarks/results/prefixes.json.
 """
 
 import argparse
+import gc
 import gzip
 import json
 import random
@@ -20,9 +21,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
-from results import Figure, write_results
+from benchmark_step import MODELS
+from page_moves import page_move_figures
+from results import Figure, device_name, write_results
 
 from prefix_jax import LLM, SamplingParams
+from prefix_jax.models.llama import LlamaConfig
 from prefix_jax.prefix_cache import PrefixCache
 from prefix_jax.prefix_pool import PrefixPool
 from prefix_jax.prefix_trie import common_len
@@ -212,78 +216,90 @@ def used_gib() -> float:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**30
 
 
-def without_reuse(model: str, repeats: int, **options) -> list[float]:
+def without_reuse(model: str | LlamaConfig, repeats: int) -> list[float]:
     """Throughput with the cache on, of that with it off: prompts that share nothing, both engines in turn."""
-    engines = {
-        on: LLM(model, enable_prefix_caching=on, use_tqdm=False, num_pages=options.get("num_pages", 2048), **options)
-        for on in (False, True)
-    }
-    rng = random.Random(5)
-    vocab, ratios = engines[True].model_config.vocab_size, []
+    load_format = "dummy" if isinstance(model, LlamaConfig) else "auto"
+    on, off = (
+        LLM(
+            model,
+            load_format=load_format,
+            enable_prefix_caching=caching,
+            num_pages=4096,
+            max_model_len=1024,
+            use_tqdm=False,
+        )
+        for caching in (True, False)
+    )
+    rng, ratios = random.Random(5), []
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     for _ in range(repeats + 1):
-        prompts = [rng.choices(range(vocab), k=128) for _ in range(32)]
-        taken = {}
-        for on, llm in engines.items():
+        prompts = [rng.choices(range(on.model_config.vocab_size), k=128) for _ in range(4 * on.engine.max_num_seqs)]
+        taken = []
+        for llm in (on, off):
             started = time.perf_counter()
             llm.generate(prompts, params, use_tqdm=False)
-            taken[on] = time.perf_counter() - started
-        ratios.append(taken[False] / taken[True])
+            taken.append(time.perf_counter() - started)
+        ratios.append(taken[1] / taken[0])
     return ratios[1:]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="folder with mmlu/, mooncake/ and tokenizers/")
-    parser.add_argument("--model", help="folder or GGUF file")
+    parser.add_argument("--model", help="folder or GGUF file, for the throughput without reuse")
+    parser.add_argument("--shapes", choices=MODELS, help="instead, random weights of true shapes; pages move as well")
+    parser.add_argument("--length", type=int, default=8192, help="of the prefix whose pages move")
+    parser.add_argument("--folder", help="where it is saved; default: the temporary folder")
     parser.add_argument("--repeats", type=int, default=9)
     args = parser.parse_args()
-    rows = [
-        Figure(
-            "prefill tokens computed ÷ distinct, 64 requests at once on an uncached 2K prefix",
-            at_once(),
-            "x",
-            must=1.02,
-            aim=1.0,
-        )
-    ]
-    if args.data:
-        prompts = list(mmlu_prompts(args.data))
-        run = DryRun(sum(map(len, prompts)) // PAGE_SIZE + 10_000)
-        run.add(prompts)
-        what = f"prefill tokens computed ÷ distinct, MMLU 5-shot, {len(prompts)} questions"
-        rows.append(Figure(what, run.run() / num_distinct(prompts), "x", must=1.02, aim=1.0))
-    for policy, must, aim in (("dfs", 0.97, 0.99), ("fifo", None, None), ("lpm", None, None), ("greedy", None, None)):
-        what = f"64 x 16 shuffled, a quarter of the pages, {SEQS} at once: saved ÷ saved without limit, {policy}"
-        rows.append(Figure(what, offline_batch(policy), "x", must=must, aim=aim, better="higher"))
-    what = f"the same, stems that end inside a page, {SEQS} at once: saved ÷ saved without limit, dfs"
-    rows.append(Figure(what, offline_batch("dfs", 1015), "x", must=0.97, aim=0.99, better="higher"))
-    longest = longest_waits()
-    rows.append(
-        Figure(
-            "longest wait under lpm ÷ under fifo, adversarial arrivals", longest["lpm"] / longest["fifo"], "x", must=2
-        )
+    rows = list(figures(args))
+    command = " ".join(
+        ["python", "scripts/benchmark_prefixes.py", *(Path(a).name if "/" in a else a for a in sys.argv[1:])]
     )
+    write_results("prefixes", rows, command=command, device=device_name())
+
+
+def figures(args: argparse.Namespace) -> Iterator[Figure]:
+    yield from counts(args.data)
+    longest = longest_waits()
+    what = "longest wait under lpm ÷ under fifo, adversarial arrivals"
+    yield Figure(what, longest["lpm"] / longest["fifo"], "x", must=2)
     for evicts in ("lru", "cost"):
         what = f"open + publish of 8,192 tokens, 100,000 nodes present, {evicts}"
-        rows.append(Figure.median(what, open_and_publish(evicts), "ms", must=4))
-    rows.append(Figure("a million pages, host memory", gib_of_a_million_pages(), "GiB", must=2))
+        yield Figure.median(what, open_and_publish(evicts), "ms", must=4)
+    yield Figure("a million pages, host memory", gib_of_a_million_pages(), "GiB", must=2)
     if args.data:
         started = time.perf_counter()
         trace = args.data / "mooncake" / "conversation_trace.jsonl.gz"
         command = [sys.executable, str(Path(__file__).with_name("simulate_cache.py")), str(trace), "--page-size", "512"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        rows.append(
-            Figure("Mooncake conversation trace, whole, page size 512", time.perf_counter() - started, "s", must=60)
+        yield Figure("Mooncake conversation trace, whole, page size 512", time.perf_counter() - started, "s", must=60)
+    if model := MODELS.get(args.shapes, args.model):
+        what = f"no reuse: throughput with the cache on ÷ off, {args.shapes or Path(args.model).stem}"
+        yield Figure.median(what, without_reuse(model, args.repeats), "x", must=0.99, aim=0.998, better="higher")
+    if args.shapes:
+        gc.collect()
+        yield from page_move_figures(MODELS[args.shapes], args.length, args.folder)
+
+
+def counts(data: Path | None) -> Iterator[Figure]:
+    goals = {"must": 1.02, "aim": 1.0}
+    what = "prefill tokens computed ÷ distinct, 64 requests at once on an uncached 2K prefix"
+    yield Figure(what, at_once(), "x", **goals)
+    if data:
+        prompts = list(mmlu_prompts(data))
+        run = DryRun(sum(map(len, prompts)) // PAGE_SIZE + 10_000)
+        run.add(prompts)
+        what = f"prefill tokens computed ÷ distinct, MMLU 5-shot, {len(prompts)} questions"
+        yield Figure(what, run.run() / num_distinct(prompts), "x", **goals)
+    batch = f"64 x 16 shuffled, a quarter of the pages, {SEQS} at once: saved ÷ saved without limit"
+    goals = {"must": 0.97, "aim": 0.99}
+    for policy in ("dfs", "fifo", "lpm", "greedy"):
+        yield Figure(
+            f"{batch}, {policy}", offline_batch(policy), "x", better="higher", **(goals if policy == "dfs" else {})
         )
-    if args.model:
-        ratios = without_reuse(args.model, args.repeats)
-        rows.append(
-            Figure.median(
-                "no reuse: throughput with the cache on ÷ off, CPU", ratios, "x", must=0.99, aim=0.998, better="higher"
-            )
-        )
-    write_results("prefixes", rows)
+    what = f"{batch}, dfs, stems that end inside a page"
+    yield Figure(what, offline_batch("dfs", 1015), "x", better="higher", **goals)
 
 
 if __name__ == "__main__":

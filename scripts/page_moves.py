@@ -1,11 +1,10 @@
 """Times what is instead of computing a prefix again: loading it from disk, and bringing it back from host memory, from
-which length on that is faster. Writes benchmarks/results/page_moves.json.
+which length on that is faster.
 
 Bytes of K and V over a rate of copying, against floating-point operations over a rate of products; below the break-even
 both are hidden in the time of a step that does next to nothing.
 """
 
-import argparse
 import shutil
 import statistics
 import tempfile
@@ -15,10 +14,10 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
-from benchmark_step import MODELS
-from results import Figure, device_name, write_results
+from results import Figure
 
 from prefix_jax import LLM, SamplingParams
+from prefix_jax.models.llama import LlamaConfig
 from prefix_jax.saved_prefixes import SavedPrefix, load_prefixes, save_prefixes
 
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -35,16 +34,10 @@ def seconds(run: Callable[[], object], prepare: Callable[[], object], repeats: i
     return times[1:]
 
 
-def main() -> bool:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=MODELS, default="llama-3-8b")
-    parser.add_argument("--length", type=int, default=LENGTHS[-1], help="of the prefix that is saved and loaded")
-    parser.add_argument("--folder", help="where to save; default: the temporary folder")
-    args = parser.parse_args()
-
-    length = args.length
+def page_move_figures(config: LlamaConfig, length: int, folder: str | None) -> list[Figure]:
+    """For random weights of these shapes, and a prefix of `length` that is saved below `folder`."""
     llm = LLM(
-        MODELS[args.model], load_format="dummy", num_pages=length // 8 + 64, max_model_len=length + 64, max_num_seqs=1,
+        config, load_format="dummy", num_pages=length // 8 + 64, max_model_len=length + 64, max_num_seqs=1,
         max_num_batched_tokens=length, host_memory_gib=4, use_tqdm=False,
     )  # fmt: skip
     engine = llm.engine
@@ -65,7 +58,7 @@ def main() -> bool:
         computed[count] = seconds(lambda count=count: answer(count), llm.reset_prefix_cache)
         answer(count)
         returned[count] = seconds(lambda count=count: answer(count), to_host)
-    folder = tempfile.mkdtemp(dir=args.folder)
+    folder = tempfile.mkdtemp(dir=folder)
     prefixes = [SavedPrefix("prefix", array("i", tokens[:length]))]
 
     def load() -> None:
@@ -92,8 +85,4 @@ def main() -> bool:
     for count in computed:
         ratio = statistics.median(computed[count]) / statistics.median(returned[count])
         rows.append(Figure(f"computing {count} positions ÷ from host memory", ratio, "x", better="higher"))
-    return write_results("page_moves", rows, device=device_name())
-
-
-if __name__ == "__main__":
-    raise SystemExit(not main())
+    return rows
