@@ -44,11 +44,12 @@ class EngineConfig:
     max_model_len: positions of prompt and output together; None: the model's. max_num_seqs: sequences running at once.
     max_num_batched_tokens: positions computed in one step. schedule_policy: who waits less, by name (fifo, greedy, lpm,
     dfs, priority), or a policies.Policy. eviction_policy: which unread page goes first (lru, lfu, fifo, cost, belady);
-    None: belady with dfs, else lru. pin_fraction: of the pool, for declared prefixes. attention: the implementation, by
-    name. host_memory_gib: of the host's memory, where evicted pages go and come back from. kv_dtype: "float8_e4m3fn"
-    halves the bytes of K and V, at a loss. forest: read pages that running sequences share once for all of them.
-    bitwise: attention whose bits depend on the sequence alone, however it is chunked and whatever it shares; slower.
-    check: recount the cache after every step, for debugging.
+    None: belady with dfs, else lru. pin_fraction: of the pool, for declared prefixes. salt_quota, salt_floor: pages;
+    what a cache_salt has beyond its quota is evicted first, what is within its floor last. attention: the
+    implementation, by name. host_memory_gib: of the host's memory, where evicted pages go and come back from. kv_dtype:
+    "float8_e4m3fn" halves the bytes of K and V, at a loss. forest: read pages that running sequences share once for all
+    of them. bitwise: attention whose bits depend on the sequence alone, however it is chunked and whatever it shares;
+    slower. check: recount the cache after every step, for debugging.
     """
 
     page_size: int = 16
@@ -61,6 +62,8 @@ class EngineConfig:
     schedule_policy: str | policies.Policy = "fifo"
     eviction_policy: str | None = None
     pin_fraction: float = 0.5
+    salt_quota: int | None = None
+    salt_floor: int = 0
     attention: str | None = None
     host_memory_gib: float = 0.0
     kv_dtype: str | None = None
@@ -79,6 +82,12 @@ class EngineConfig:
         for name in ("memory_fraction", "pin_fraction"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be in (0, 1], got {getattr(self, name)!r}")
+        for name, default in (("salt_quota", None), ("salt_floor", 0)):
+            value = getattr(self, name)
+            if value != default and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+                raise ValueError(f"{name} must be a number of pages, got {value!r}")
+        if self.salt_quota is not None and self.salt_floor > self.salt_quota:
+            raise ValueError(f"salt_floor must be at most salt_quota, got {self.salt_floor} and {self.salt_quota}")
         gib = self.host_memory_gib
         if isinstance(gib, bool) or not isinstance(gib, (int, float)) or not 0 <= gib < math.inf:
             raise ValueError(f"host_memory_gib must be a number, 0 or more, got {gib!r}")
@@ -176,7 +185,15 @@ class Engine:
     def _make_host_half(self) -> None:
         config, num_pages = self.config, self.runner.num_pages
         evicts = config.eviction_policy or ("belady" if config.schedule_policy == "dfs" else "lru")
-        self.cache = PrefixCache(num_pages, config.page_size, evicts, self.recompute, self.tier)
+        self.cache = PrefixCache(
+            num_pages,
+            config.page_size,
+            evicts,
+            self.recompute,
+            self.tier,
+            salt_quota=config.salt_quota,
+            salt_floor=config.salt_floor,
+        )
         if self.prefixes is None:
             self.prefixes = PrefixPool(self.cache, int(num_pages * config.pin_fraction))
             self.prefixes.call, self.prefixes.seconds = self.call, self.recompute_seconds

@@ -98,17 +98,20 @@ class EvictionQueue:
     """Unread, unpinned leaves in the policy's order. `push` a node whenever it becomes one; stale entries are
     skipped."""
 
-    def __init__(self, policy: Policy, now: Callable[[], float] = time.monotonic):
+    def __init__(
+        self, policy: Policy, now: Callable[[], float] = time.monotonic, turn: Callable[[Node], int] = lambda node: 0
+    ):
         self.policy = policy
         self.now = now
-        self.heap: list[tuple[int, Rank, int, Node]] = []
+        self.turn = turn  # comes before everything else; where it has grown since, the node waits once more
+        self.heap: list[tuple[int, int, Rank, int, Node]] = []
         self.expiring: list[tuple[float, int, Node]] = []
         self.ticket = count(1)
         self.limit = 64
 
     def push(self, node: Node) -> None:
         node.ticket = next(self.ticket)
-        heapq.heappush(self.heap, (node.priority, self.policy(node), node.ticket, node))
+        heapq.heappush(self.heap, self._entry(node))
         if node.expires < inf:
             heapq.heappush(self.expiring, (node.expires, node.ticket, node))
         if len(self.heap) > self.limit:
@@ -121,20 +124,25 @@ class EvictionQueue:
             if self._is_current(ticket, node):
                 return node
         while self.heap:
-            *_, ticket, node = heapq.heappop(self.heap)
+            turn, *_, ticket, node = heapq.heappop(self.heap)
             if self._is_current(ticket, node):
-                return node
+                if self.turn(node) <= turn:
+                    return node
+                heapq.heappush(self.heap, self._entry(node))
         return None
 
     def rank_again(self) -> None:
         """After ranks of unread leaves have changed."""
         leaves = list(self.candidates())
-        self.heap = [(node.priority, self.policy(node), node.ticket, node) for node in leaves]
+        self.heap = [self._entry(node) for node in leaves]
         heapq.heapify(self.heap)
 
     def candidates(self) -> Iterator[Node]:
         """The leaves that are queued, in no order."""
         return (entry[-1] for entry in self.heap if self._is_current(entry[-2], entry[-1]))
+
+    def _entry(self, node: Node) -> tuple[int, int, Rank, int, Node]:
+        return self.turn(node), node.priority, self.policy(node), node.ticket, node
 
     def _is_current(self, ticket: int, node: Node) -> bool:
         return ticket == node.ticket and node.parent is not None and node.is_idle and not node.children

@@ -99,6 +99,8 @@ class PrefixCache:
         policy: str = "lru",
         recompute: eviction.RecomputeTime | None = None,
         tier: HostTier | None = None,
+        salt_quota: int | None = None,
+        salt_floor: int = 0,
     ):
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, got {page_size}")
@@ -106,9 +108,10 @@ class PrefixCache:
         self.pool = PagePool(num_pages)
         self.trie = PrefixTrie()
         self.tier = tier  # where evicted pages go and come back from
-        self.queue = eviction.EvictionQueue(
-            eviction.make_policy(policy, page_size, recompute or eviction.RecomputeTime())
-        )
+        self.salt_quota = salt_quota  # a salt's pages beyond so many go first
+        self.salt_floor = salt_floor  # its last ones go last
+        rank = eviction.make_policy(policy, page_size, recompute or eviction.RecomputeTime())
+        self.queue = eviction.EvictionQueue(rank, turn=self._turn)
         self.tables: set[PageTable] = set()
         self.step = 0  # of the plan being made
         self.clock = 0
@@ -308,6 +311,7 @@ class PrefixCache:
         for root in self.trie.roots.values():
             assert root.readers == sum(table.root is root for table in self.tables)
             assert root.readers or root.children, "a namespace that nobody uses is forgotten"
+            assert root.num_pages == sum(1 for _ in root.subtree())
         nodes = list(self.trie)
         pages += [node.page for node in nodes]
         assert sorted(pages) == list(range(1, self.pool.num_pages + 1)), "every page is in exactly one state"
@@ -418,6 +422,14 @@ class PrefixCache:
         node.readers += 1
         node.uses += 1
         table.nodes.append(node)
+
+    def _turn(self, node: Node) -> int:
+        """0: what a salt has beyond its quota; 1; 2: what is within its floor."""
+        root = node.root
+        if root.namespace is None:
+            return 1
+        over = self.salt_quota is not None and root.num_pages > self.salt_quota
+        return 0 if over else 2 if root.num_pages <= self.salt_floor else 1
 
     def _hold(self, node: Node) -> None:
         self.num_idle -= node.is_idle

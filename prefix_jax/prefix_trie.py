@@ -23,13 +23,14 @@ class Node:
 
     __slots__ = (
         "key", "page", "parent", "keys", "children", "readers", "pins", "last_use", "step",
-        "depth", "uses", "priority", "expires", "demand", "ticket", "digest", "kept",
+        "depth", "uses", "priority", "expires", "demand", "ticket", "digest", "kept", "root",
     )  # fmt: skip
 
     def __init__(self, key: bytes, page: int, parent: Node | None, step: int):
         self.key = key
         self.page = page
         self.parent = parent  # None: a root, or evicted
+        self.root: Root | None = parent and parent.root
         self.depth = 0 if parent is None else parent.depth + 1
         self.keys: list[bytes] = []
         self.children: list[Node] = []
@@ -62,6 +63,7 @@ class Node:
         i = bisect_left(self.keys, key)
         self.keys.insert(i, key)
         self.children.insert(i, node)
+        self.root.num_pages += 1
         return node
 
     def remove(self) -> None:
@@ -69,6 +71,7 @@ class Node:
         assert self.parent is not None and not self.children
         i = bisect_left(self.parent.keys, self.key)
         del self.parent.keys[i], self.parent.children[i]
+        self.root.num_pages -= 1
         self.parent = None
 
     def longest_head(self, key: bytes, step: int) -> tuple[Node | None, int]:
@@ -98,11 +101,13 @@ class Node:
 class Root(Node):
     """Where a namespace begins; no page. Its readers are all open page tables of the namespace."""
 
-    __slots__ = ("namespace",)
+    __slots__ = ("namespace", "num_pages")
 
     def __init__(self, namespace: Hashable):
         super().__init__(b"", 0, None, 0)
         self.namespace = namespace
+        self.root = self
+        self.num_pages = 0  # of its nodes
         self.digest = hash(namespace)
 
 

@@ -451,3 +451,39 @@ def test_loading_never_fails_for_a_name_or_the_budget(llm, tmp_path, caplog):
     assert handle.name is None and not handle.is_pinned and llm.prefixes["a"] is taken
     assert "the name 'a' is taken" in caplog.text and "loaded, but not pinned" in caplog.text
     assert cached_of(generate(llm, [[*prefix, 9]])) == [32]
+
+
+# Tenants --------------------------------------------------------------------------------------------------------------
+
+
+def ask_as(llm, salt, prompts):
+    return [
+        cached_of(generate(llm, {"prompt_token_ids": prompt, "cache_salt": salt}, greedy(1)))[0] for prompt in prompts
+    ]
+
+
+def test_what_a_salt_has_beyond_its_quota_goes_first():
+    small, *flood = random_prompts(70, 65, *[97] * 20)
+    found = {}
+    for quota in (None, 12):
+        llm = make_llm(salt_quota=quota)
+        ask_as(llm, "small", [small])
+        ask_as(llm, "flood", flood)
+        found[quota] = ask_as(llm, "small", [small])[0]
+        assert len(llm.engine.cache.pool) + sum(root.num_pages for root in llm.engine.cache.trie.roots.values()) == 64
+        assert ask_as(llm, "flood", flood[-1:]) == [96], "what it had last is there, quota or not"
+    assert found == {None: 0, 12: 64}
+
+
+def test_what_is_within_a_salts_floor_goes_last():
+    mine, *others = random_prompts(71, 65, *[97] * 20)
+    llm = make_llm(salt_floor=3)
+    ask_as(llm, "mine", [mine])
+    generate(llm, others, greedy(1))
+    assert ask_as(llm, "mine", [mine]) == [48], "one page went, three are its floor"
+    (longest,) = random_prompts(72, 250)
+    llm = make_llm(**TIGHT, salt_floor=16)
+    ask_as(llm, "mine", [mine[:33]])
+    assert len(generate(llm, [longest[:60]], greedy(4))[0].outputs[0].token_ids) == 4, "progress comes before floors"
+    with pytest.raises(ValueError, match="salt_floor must be at most salt_quota, got 5 and 4"):
+        make_llm(salt_quota=4, salt_floor=5)
