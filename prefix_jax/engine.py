@@ -25,7 +25,7 @@ from prefix_jax.kv_store import measure_scales, page_bytes
 from prefix_jax.models.llama import Llama
 from prefix_jax.prefix_cache import HitEnd, PrefixCache
 from prefix_jax.prefix_pool import PrefixPool
-from prefix_jax.request import CompletionOutput, Request, RequestMetrics, RequestOutput, Sequence
+from prefix_jax.request import CompletionOutput, Request, RequestMetrics, RequestOutput, Sequence, refused_output
 from prefix_jax.runner import Runner
 from prefix_jax.scheduler import Scheduler, StepPlan
 from prefix_jax.tiling import make_batcher
@@ -233,7 +233,9 @@ class Engine:
             if request.request_id in ids:
                 raise ValueError(f"request id {request.request_id!r} is in use")
             ids.add(request.request_id)
-            self.scheduler.check_fits(len(request.prompt_token_ids))
+            if (length := len(request.prompt_token_ids)) > self.max_model_len:
+                raise ValueError(f"a prompt of {length} tokens, max_model_len is {self.max_model_len}")
+            self.scheduler.check_fits(length)
 
     def _make_sequence(self, request: Request) -> Sequence:
         seed = request.sampling.seed
@@ -252,12 +254,16 @@ class Engine:
         """What `do` returns or raises, done between two steps. Safe from any thread; waits for a step at most."""
         future: Future = Future()
         self.commands.put((do, future))
-        while not future.done():
-            if self.lock.acquire(timeout=0.001):  # else whoever steps does it
-                try:
-                    self._do_commands()
-                finally:
-                    self.lock.release()
+        try:
+            while not future.done():
+                if self.lock.acquire(timeout=0.001):  # else whoever steps does it
+                    try:
+                        self._do_commands()
+                    finally:
+                        self.lock.release()
+        except BaseException:  # an interrupt: nobody waits for it any more
+            future.cancel()
+            raise
         return future.result()
 
     def abort(self, request_id: str) -> None:
@@ -268,6 +274,8 @@ class Engine:
         """Goes on with other weights of the same shapes. Nothing that the former ones computed is used any more, and
         unfinished sequences go on from the tokens they have. Between two steps: use `call`."""
         self.runner.set_params(model)
+        if self.config.kv_dtype is not None:
+            self.runner.scales = measure_scales(model, self._sample_tokens(model.config.vocab_size))
         with suppress(RuntimeError):
             self._collect()
         former = self.cache.history
@@ -298,17 +306,22 @@ class Engine:
             raise
         if self.config.check:
             self.cache.check()
-        return [self._output(sequence) for sequence in self._take_finished()]
+        return self._take_outputs()
 
     # ------------------------------------------------------------------------------------------------------------------
 
     def _do_commands(self) -> None:
         while not self.commands.empty():
             do, future = self.commands.get()
+            if not future.set_running_or_notify_cancel():
+                continue
             try:
                 future.set_result(do())
             except Exception as error:
                 future.set_exception(error)
+            except BaseException as error:  # an interrupt of this thread, which the one that waits has to know of too
+                future.set_exception(RuntimeError(f"interrupted: {error!r}"))
+                raise
 
     def _launch(self, plan: StepPlan) -> InFlight | None:
         """Starts a step, the pages that the plan evicts and brings back moved before it. None for an empty plan."""
@@ -338,8 +351,8 @@ class Engine:
         waiting = self.scheduler.waiting
         if not (self.tier and waiting):
             return
-        head = next(iter(self.scheduler.policy(waiting, self.scheduler.view)))
-        if head is not self.prefetched:
+        head = next(self.scheduler.candidates(), None)
+        if head is not None and head is not self.prefetched:
             self.cache.prefetch(head.tokens, head.request.cache_salt)
             self.prefetched = head
 
@@ -407,12 +420,20 @@ class Engine:
         if sequence is not None and sequence.finish_reason is None:
             self.scheduler.finish(sequence, "abort")
 
-    def _take_finished(self) -> list[Sequence]:
-        finished, self.scheduler.finished = self.scheduler.finished, []
-        for sequence in finished:
-            sequence.finished_time = time.monotonic()
-            del self.sequences[sequence.request.request_id]
-        return finished
+    def _take_outputs(self) -> list[RequestOutput]:
+        """Of what finished. One that cannot be made ends with its error; the others are not lost."""
+        outputs = []
+        while self.scheduler.finished:
+            sequence = self.scheduler.finished[0]
+            sequence.finished_time = sequence.finished_time or time.monotonic()
+            try:
+                output = self._output(sequence)
+            except Exception as error:
+                log.exception("the output of request %s cannot be made", sequence.request.request_id)
+                output = refused_output(sequence.request.request_id, sequence.request.prompt, str(error))
+            outputs.append(output)
+            del self.scheduler.finished[0], self.sequences[sequence.request.request_id]
+        return outputs
 
     def _output(self, sequence: Sequence) -> RequestOutput:
         request = sequence.request
@@ -446,6 +467,8 @@ class Engine:
         if self.tokenizer is None:
             return ""
         token_ids = sequence.output_token_ids
+        if not token_ids:
+            return ""
         if sequence.finish_reason == "stop":
             token_ids.pop()  # the token that ended it is no text
         request = sequence.request
@@ -459,7 +482,7 @@ class Engine:
         """The device failed and may have lost the store, which was donated: a fresh one, an empty cache, and every
         unfinished sequence resumes by recompute with the tokens it has. A second failure in a row is raised."""
         again, self.recovering = self.recovering, True
-        with suppress(RuntimeError):
+        with suppress(RuntimeError, MemoryError):
             self._collect()  # what the step before computed is not lost
         self.start_over()
         if again:
@@ -468,7 +491,7 @@ class Engine:
 
     def start_over(self) -> None:
         """A fresh device and an empty cache; unfinished sequences wait again with the tokens they have."""
-        self.in_flight = self.collected_time = None
+        self.in_flight = self.collected_time = self.prefetched = None
         if self.tier is not None:
             self.tier.recover()
         finished, counts = self.scheduler.finished, self.scheduler.counts

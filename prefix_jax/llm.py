@@ -24,7 +24,7 @@ from prefix_jax.models.llama import LlamaConfig
 from prefix_jax.prefix_cache import PageTable
 from prefix_jax.prefix_pool import Encoded, Prefix, PrefixPool
 from prefix_jax.prompts import Prompt, PromptReader
-from prefix_jax.request import CompletionOutput, Request, RequestOutput, SamplingParams
+from prefix_jax.request import Request, RequestOutput, SamplingParams, refused_output
 from prefix_jax.saved_prefixes import SavedPrefix, load_prefixes, save_prefixes
 from prefix_jax.tokenizer import Tokenizer
 from prefix_jax.weights import checkpoint_dtype, load_model, read_config
@@ -164,10 +164,11 @@ class LLM:
         """Takes back a declaration: a handle's, a name's, or for exactly these tokens (`prefix_pos`). Their pages are
         no longer kept. False if there is none, or it has lapsed."""
         if isinstance(prefix, str):
-            if (named := self.prefixes.get(prefix)) is None:
+            if prefix not in self.prefixes:
                 return False
-            prefix = named
+            prefix = self.prefixes[prefix]
         if isinstance(prefix, Prefix):
+            self.prefixes.check_own(prefix)
             known = not prefix.is_deleted
             prefix.delete()
             return known
@@ -197,8 +198,8 @@ class LLM:
 
         def add() -> None:
             self.engine.add_batch(requests)
+            self._inboxes.update((request.request_id, inbox) for request in requests)
             open_ids.update(request.request_id for request in requests)
-            self._inboxes.update(dict.fromkeys(open_ids, inbox))
 
         try:
             with self._on_device():
@@ -233,8 +234,9 @@ class LLM:
         requests = [
             Request(f"warm-{next(ids)}", tuple(p.tokens), params, p.num_tokens + 1, cache_salt=p.salt) for p in prefixes
         ]
-        for _ in self._run(requests):
-            pass
+        for output in self._run(requests):
+            if (reason := output.outputs[0].finish_reason) in ("abort", "error"):
+                raise RuntimeError(f"a prefix was not computed: {output.error or reason}")
 
     def _write_prefixes(self, path: str | os.PathLike, prefixes: Sequence[Prefix]) -> None:
         saved = [
@@ -246,12 +248,14 @@ class LLM:
 
     def _read_prefixes(self, path: str | os.PathLike) -> list[Prefix]:
         handles: list[Prefix] = []
+        loaded: dict[str | None, Prefix] = {}
 
         def on_loaded(saved: SavedPrefix, table: PageTable) -> None:
             content = Encoded(**saved.content)
-            parent = self.prefixes.names.get(saved.parent)
+            parent = loaded.get(saved.parent)
             prefix = Prefix(self.prefixes, saved.tokens, saved.salt, saved.name, parent, content)
             handles.append(self.prefixes.restore(prefix, table.nodes))
+            loaded[saved.name] = handles[-1]
 
         with self._on_device():
             self.engine.call(lambda: load_prefixes(Path(path), self.engine, on_loaded))
@@ -313,4 +317,4 @@ def _refused(prompt: Prompt, error: str) -> RequestOutput:
     is_dict = isinstance(prompt, Mapping)
     text = prompt if isinstance(prompt, str) else prompt.get("prompt") if is_dict else None
     request_id = str(prompt.get("request_id", "")) if is_dict else ""
-    return RequestOutput(request_id, text, [], [CompletionOutput(0, "", [], "error")], error=error)
+    return refused_output(request_id, text, error)

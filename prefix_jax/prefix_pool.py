@@ -32,9 +32,9 @@ class PinBudgetError(ValueError):
 @dataclass(frozen=True)
 class PrefixStats:
     """A prefix so far. Its full pages are pinned, published but open to eviction, or missing (not computed yet, or
-    evicted). uses: requests that began with it; hits: those that found some of it, `tokens_saved` in all. ms_saved:
-    estimated from the steps measured so far, None before any. page_seconds: pinned pages, over time. last_use: seconds
-    ago, None for never."""
+    evicted). uses: requests that began with it, where it has a full page; hits: those that found some of it,
+    `tokens_saved` in all. ms_saved: estimated from the steps measured so far, None before any. page_seconds: pinned
+    pages, over time. last_use: seconds ago, None for never."""
 
     name: str | None
     num_tokens: int
@@ -122,6 +122,7 @@ class Prefix:
         self.pool.call(lambda: self.pool._lapse(self))
 
     def _check(self) -> None:
+        self.pool.call(self.pool.drop_expired)
         if self.is_deleted:
             raise ValueError(f"{_label(self)} is deleted or has expired")
 
@@ -140,6 +141,7 @@ class PrefixPool:
         self.prefixes: dict[tuple[Hashable, bytes], Prefix] = {}  # by prefix_pos, the least recently used first
         self.added: dict[Prefix, None] = {}  # handles, in order
         self.names: dict[str, Prefix] = {}
+        self.gone: set[str] = set()  # names of prefixes that there were
         self.by_first_page: dict[tuple[Hashable, bytes], list[Prefix]] = {}  # the added ones of a page and more
         self.next_expiry = float("inf")
         self.encode: Callable[[Content, Encoded | None], Encoded] = encode_tokens
@@ -169,8 +171,12 @@ class PrefixPool:
         PinBudgetError if `pin` finds no room.
         """
         expires = _expiry(ttl)
+        for what, value in (("name", name), ("salt", salt)):
+            if not isinstance(value, str | None):
+                raise TypeError(f"{what} must be a string or None, got {value!r}")
         above = self[parent] if isinstance(parent, str) else parent
         if above is not None:
+            self.check_own(above)
             above._check()
             if salt not in (None, above.salt):
                 raise ValueError(f"{_label(above)} has salt {above.salt!r}, got {salt!r}")
@@ -187,6 +193,7 @@ class PrefixPool:
         what is not computed yet is first. OSError if the disk does not take it; the old save is whole then."""
         chosen = [self[p] if isinstance(p, str) else p for p in (self if prefixes is None else prefixes)]
         for prefix in chosen:
+            self.check_own(prefix)
             prefix._check()
         self.compute([prefix for prefix in chosen if prefix.stats().missing])
         self.write(path, chosen)
@@ -206,6 +213,8 @@ class PrefixPool:
 
     def get(self, name: str) -> Prefix | None:
         self.call(self.drop_expired)
+        if name in self.gone and name not in self.names:
+            raise ValueError(f"prefix {name!r} is deleted or has expired")
         return self.names.get(name)
 
     def __contains__(self, name: str) -> bool:
@@ -218,7 +227,15 @@ class PrefixPool:
         return iter(list(self.added))
 
     def __len__(self) -> int:
+        self.call(self.drop_expired)
         return len(self.added)
+
+    def check_own(self, prefix: Prefix) -> None:
+        """TypeError for what is no handle, ValueError for one of another pool."""
+        if not isinstance(prefix, Prefix):
+            raise TypeError(f"a prefix is a handle or the name of one, got {prefix!r:.80}")
+        if prefix.pool is not self:
+            raise ValueError(f"{_label(prefix)} belongs to another LLM")
 
     # What the scheduler does --------------------------------------------------------------------------------------
 
@@ -271,8 +288,8 @@ class PrefixPool:
 
     def restore(self, prefix: Prefix, nodes: list[Node]) -> Prefix:
         """A handle for a prefix that was saved, whose pages are these nodes; or the one that there is."""
-        same = (other for other in self.added if (other.salt, other.tokens) == (prefix.salt, prefix.tokens))
-        found = next(same, None)
+        mine = prefix.salt, prefix.tokens, prefix.name
+        found = next((other for other in self.added if (other.salt, other.tokens, other.name) == mine), None)
         if found is None:
             if prefix.name in self.names:
                 log.warning("the name %r is taken by another prefix, the loaded one has none", prefix.name)
@@ -305,16 +322,17 @@ class PrefixPool:
         return bool(found or marked)
 
     def clear(self) -> None:
-        """Forgets all declarations."""
+        """Forgets all declarations, and that there were any."""
         for prefix in [*self.prefixes.values(), *self.added]:
             self._lapse(prefix)
+        self.gone.clear()
 
     def _add(self, prefix: Prefix) -> None:
         self.drop_expired()
         if prefix.name is not None and (other := self.names.get(prefix.name)):
             raise ValueError(f"a prefix named {prefix.name!r} exists already, of {other.num_tokens} tokens")
-        if prefix.num_pages > self.cache.pool.num_pages:
-            raise ValueError(f"{prefix.num_tokens} tokens need {prefix.num_pages} pages, the pool has less")
+        if (needed := -(-prefix.num_tokens // self.cache.page_size)) > (num_pages := self.cache.pool.num_pages):
+            raise ValueError(f"{prefix.num_tokens} tokens need {needed} pages, the pool has {num_pages}")
         if prefix.is_pinned:
             self._check_budget(prefix)
         self.added[prefix] = None
@@ -380,6 +398,7 @@ class PrefixPool:
             del self.added[prefix]
             if prefix.name is not None:
                 del self.names[prefix.name]
+                self.gone.add(prefix.name)
             if prefix.num_pages:
                 key = self._first_page(prefix)
                 self.by_first_page[key].remove(prefix)
@@ -444,7 +463,7 @@ def _cannot_compute(*arguments: Any) -> Any:
 def _expiry(ttl: float | None) -> float | None:
     if ttl is None:
         return None
-    if isinstance(ttl, bool) or not isinstance(ttl, int | float) or not ttl > 0:
+    if isinstance(ttl, bool) or not isinstance(ttl, int | float) or not 0 < ttl < 1e12:
         raise ValueError(f"ttl must be a positive number of seconds or None, got {ttl!r}")
     return time.monotonic() + ttl
 

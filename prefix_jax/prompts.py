@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,7 +48,8 @@ class PromptReader:
         errors: dict[int, str] = {}
         ids: set[str] = set()
         given = {str(prompt.get("request_id")) for prompt in prompts if isinstance(prompt, Mapping)}
-        fresh_ids = (request_id for request_id in map(str, self.request_ids) if request_id not in given)
+        ids_to_draw = map(str, self.request_ids)
+        fresh_ids = (drawn for drawn in ids_to_draw if drawn not in given and not self.is_taken(drawn))
         asked = zip(prompts, params, positions, before, modes, strict=True)
         for index, (prompt, sampling, position, prefix, mode) in enumerate(asked):
             try:
@@ -56,7 +58,7 @@ class PromptReader:
                     raise ValueError(f"request_id {request.request_id!r} is taken")
                 ids.add(request.request_id)
                 requests[index] = request
-            except (ValueError, TypeError) as error:
+            except (ValueError, TypeError, OverflowError) as error:
                 errors[index] = str(error)
         return requests, errors
 
@@ -69,12 +71,14 @@ class PromptReader:
         cache_mode: str,
         fresh_ids: Iterator[str],
     ) -> Request:
-        text, token_ids, options = self._read_prompt(prompt)
+        options: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {}
         salt = options.get("cache_salt")
         if not isinstance(salt, str | None):
             raise TypeError(f"cache_salt must be a string, got {salt!r}")
+        above = None
         if prefix is not None:
-            text, token_ids, prefix_pos, salt = self._put_behind(prefix, prompt, token_ids, prefix_pos, salt)
+            above, prefix_pos, salt = self._find_prefix(prefix, prefix_pos, salt)
+        text, token_ids = self._read_prompt(prompt, above)
         vocab, longest = self.vocab_size, self.max_model_len
         if not token_ids or text == "":  # a BOS token alone is nothing to continue
             raise ValueError("the prompt is empty: it has no tokens")
@@ -109,38 +113,24 @@ class PromptReader:
         if bad := [token for token in token_ids if not 0 <= token < vocab]:
             raise ValueError(f"token ids must be in [0, {vocab}), got {bad[:3]}")
 
-    def _put_behind(
-        self, prefix: Prefix | str, prompt: Any, token_ids: list[int], prefix_pos: int | None, salt: str | None
-    ) -> tuple[str | None, list[int], int | None, str | None]:
-        """Text, token ids, what of them is a prefix to keep, and the salt, of a prompt behind a prefix."""
+    def _find_prefix(
+        self, prefix: Prefix | str, prefix_pos: int | None, salt: str | None
+    ) -> tuple[Encoded, int | None, str | None]:
+        """What stands before a prompt, what of it is a prefix to keep, and the salt of both."""
         if isinstance(prefix, str):
-            prefix = self.prefixes.get(prefix) or prefix
-        if isinstance(prefix, str):
-            above = self.encode_prefix(prefix, None)
-            prefix_pos = max(prefix_pos or 0, len(above.tokens))
-        else:
-            prefix._check()
-            above = prefix.content
-            if salt not in (None, prefix.salt):
-                raise ValueError(f"the prefix has cache_salt {prefix.salt!r}, the prompt {salt!r}")
-            salt = prefix.salt
-        messages = prompt.get("messages") if isinstance(prompt, Mapping) else None
-        if messages is not None:
-            if above.messages is None:
-                raise ValueError("messages go behind messages: the prefix was not declared by any")
-            text = self.tokenizer.render_chat([*above.messages, *messages])
-            return text, self.tokenizer.encode_rendered(text), prefix_pos, salt
-        text = prompt if isinstance(prompt, str) else prompt.get("prompt") if isinstance(prompt, Mapping) else None
-        if text is None or (isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is not None):
-            return None, [*above.whole, *token_ids], prefix_pos, salt
-        behind = self._encode_text(text, above)
-        return behind.text, behind.whole, prefix_pos, salt
+            if (named := self.prefixes.get(prefix)) is None:
+                above = self.encode_prefix(prefix, None)
+                return above, max(prefix_pos or 0, len(above.tokens)), salt
+            prefix = named
+        self.prefixes.check_own(prefix)
+        prefix._check()
+        if salt not in (None, prefix.salt):
+            raise ValueError(f"the prefix has cache_salt {prefix.salt!r}, the prompt {salt!r}")
+        return prefix.content, prefix_pos, prefix.salt
 
-    def _read_prompt(self, prompt: Any) -> tuple[str | None, list[int], Mapping[str, Any]]:
-        """(text, token ids, the dict's other entries)."""
-        options: Mapping[str, Any] = {}
+    def _read_prompt(self, prompt: Any, above: Encoded | None) -> tuple[str | None, list[int]]:
+        """Text and token ids of a prompt behind what stands before it."""
         if isinstance(prompt, Mapping):
-            options = prompt
             known = ("prompt", "prompt_token_ids", "messages")
             given = [key for key in known if prompt.get(key) is not None]
             if len(given) != 1 and given != ["prompt", "prompt_token_ids"]:
@@ -149,15 +139,29 @@ class PromptReader:
                 )
             if given == ["messages"]:
                 self._need_tokenizer()
-                text = self.tokenizer.render_chat(prompt["messages"])
-                return text, self.tokenizer.encode_rendered(text), options
+                text = self.tokenizer.render_chat(self._join_messages(above, prompt["messages"]))
+                return text, self.tokenizer.encode_rendered(text)
             if "prompt_token_ids" in given:
-                return prompt.get("prompt"), _token_list(prompt["prompt_token_ids"]), options
+                text = None if above else prompt.get("prompt")
+                return text, [*(above.whole if above else ()), *_token_list(prompt["prompt_token_ids"])]
             prompt = prompt["prompt"]
+        if isinstance(prompt, str) and above is not None:
+            behind = self._encode_text(prompt, above)
+            return behind.text, behind.whole
         if isinstance(prompt, str):
             self._need_tokenizer()
-            return prompt, self.tokenizer.encode(prompt), options
-        return None, _token_list(prompt), options
+            return prompt, self.tokenizer.encode(prompt)
+        return None, [*(above.whole if above else ()), *_token_list(prompt)]
+
+    def _join_messages(self, above: Encoded | None, messages: Any) -> list[dict[str, Any]]:
+        if above is not None and above.messages is None:
+            raise ValueError("messages go behind messages: the prefix was not declared by any")
+        if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+            raise ValueError(f"messages must be a list with at least one message, got {messages!r:.80}")
+        for message in messages:
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+                raise ValueError(f'a message must be a dict with a "role", got {message!r:.80}')
+        return copy.deepcopy([*(above.messages if above else ()), *messages])
 
     def _need_tokenizer(self) -> None:
         if self.tokenizer is None:
@@ -181,10 +185,8 @@ class PromptReader:
         if isinstance(content, str):
             encoded = self._encode_text(content, above)
         elif isinstance(content, Sequence) and content and all(isinstance(part, Mapping) for part in content):
-            if above is not None and above.messages is None:
-                raise ValueError("messages go behind messages: the prefix before them was not declared by any")
             self._need_tokenizer()
-            messages = [*(above.messages if above else ()), *content]
+            messages = self._join_messages(above, content)
             whole = self.tokenizer.encode_chat(messages, add_generation_prompt=False)
             encoded = Encoded(self.tokenizer.encode_chat_beginning(messages), whole, messages=messages)
         else:
@@ -210,9 +212,10 @@ class PromptReader:
 
 def _token_list(tokens: Any) -> list[int]:
     tokens = tokens.tolist() if isinstance(tokens, np.ndarray) else tokens
-    if isinstance(tokens, Sequence) and set(map(type, tokens)) == {int}:
+    is_list = isinstance(tokens, Sequence) and not isinstance(tokens, bytes)
+    if is_list and set(map(type, tokens)) == {int}:
         return list(tokens)  # nearly always: asking each token for its abstract class takes a second per million
-    if not isinstance(tokens, Sequence) or any(isinstance(t, bool) or not isinstance(t, Integral) for t in tokens):
+    if not is_list or any(isinstance(t, bool) or not isinstance(t, Integral) for t in tokens):
         raise TypeError(f"a prompt must be text, a list of token ids, or a dict of these, got {tokens!r:.80}")
     return [int(token) for token in tokens]
 

@@ -208,3 +208,8 @@ class RequestOutput:
     seed: int | None = None
     error: str | None = None
     finished: bool = True
+
+
+def refused_output(request_id: str, prompt: str | None, error: str) -> RequestOutput:
+    """Of a request that did not run, or whose answer cannot be given."""
+    return RequestOutput(request_id, prompt, [], [CompletionOutput(0, "", [], "error")], error=error)

@@ -32,6 +32,7 @@ from prefix_jax.weights import checksum
 
 log = logging.getLogger(__name__)
 VERSION = 1
+FOLDER = "prefixes-"  # and a number: one save
 AHEAD = 8  # groups of positions on their way to or from the device at once
 NOT_IN_KV = ("max_position", "bos_id", "eos_ids")  # of a model's config
 
@@ -57,6 +58,8 @@ def save_prefixes(path: str | Path, engine: Engine, prefixes: Sequence[SavedPref
     ValueError names those of which a full page is not in the cache: to compute it is the caller's part. OSError when
     the disk does not take it; what was there before then still is.
     """
+    if not engine.config.enable_prefix_caching:
+        raise ValueError("prefixes are saved from the prefix cache, and this engine has none")
     paths = [engine.cache.find(array("i", prefix.tokens), prefix.salt) for prefix in prefixes]
     _check_computed(engine, prefixes, paths)
     nodes = list(dict.fromkeys(node for path in paths for node in path))
@@ -185,14 +188,14 @@ def _write(path: Path, document: dict[str, Any], groups: list[Values]) -> None:
         path.mkdir(parents=True, exist_ok=True)
         _remove_unfinished(path)
         before = _saves(path)
-        folder = path / str(before[-1] + 1 if before else 0)
+        folder = path / f"{FOLDER}{before[-1] + 1 if before else 0}"
         with _checkpointer() as checkpointer:
             checkpointer.save(folder, args)
     except Exception as error:  # Orbax and TensorStore raise whatever comes
         _remove_unfinished(path)
         raise OSError(f"{path}: the prefixes could not be saved: {error}") from error
     for number in before:
-        shutil.rmtree(path / str(number), ignore_errors=True)
+        shutil.rmtree(path / f"{FOLDER}{number}", ignore_errors=True)
 
 
 def _read(path: Path, engine: Engine) -> tuple[dict[str, Any], list[Values]]:
@@ -202,7 +205,7 @@ def _read(path: Path, engine: Engine) -> tuple[dict[str, Any], list[Values]]:
     saves = _saves(path)
     if not saves:
         raise CheckpointError(f"{path}: there are no saved prefixes")
-    folder = path / str(saves[-1])
+    folder = path / f"{FOLDER}{saves[-1]}"
     with _checkpointer() as checkpointer:
         try:
             document = checkpointer.restore(folder, ocp.args.Composite(prefixes=ocp.args.JsonRestore())).prefixes
@@ -213,6 +216,7 @@ def _read(path: Path, engine: Engine) -> tuple[dict[str, Any], list[Values]]:
         if not whole:
             raise CheckpointError(f"{folder} is damaged, or of another version than {VERSION}")
         _check_settings(folder, save, engine)
+        _check_lengths(folder, save, engine)
         if not save["checksums"]:
             return save, []
         numpy = ocp.RestoreArgs(restore_type=np.ndarray)
@@ -232,12 +236,13 @@ def _read(path: Path, engine: Engine) -> tuple[dict[str, Any], list[Values]]:
 
 def _saves(path: Path) -> list[int]:
     """The numbers of the saves that are whole."""
-    return sorted(int(folder.name) for folder in path.glob("*") if folder.name.isdecimal())
+    names = (folder.name.removeprefix(FOLDER) for folder in path.glob(f"{FOLDER}*"))
+    return sorted(int(name) for name in names if name.isdecimal())
 
 
 def _remove_unfinished(path: Path) -> None:
     """What Orbax had not renamed yet when it failed, or its process ended."""
-    for folder in path.glob("*.orbax-checkpoint-tmp*"):
+    for folder in path.glob(f"{FOLDER}*.orbax-checkpoint-tmp*"):
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -273,6 +278,13 @@ def _check_settings(folder: Path, save: dict[str, Any], engine: Engine) -> None:
     ]
     if faults:
         raise CheckpointError(f"{folder} does not fit the engine:\n  " + "\n  ".join(faults))
+
+
+def _check_lengths(folder: Path, save: dict[str, Any], engine: Engine) -> None:
+    longest = min(engine.max_model_len, engine.runner.num_pages * engine.config.page_size)
+    for entry in save["prefixes"]:
+        if (length := max(len(entry["tokens"]), len((entry["content"] or {}).get("whole", ())))) > longest:
+            raise CheckpointError(f"{folder} has a prefix of {length} tokens, the engine takes {longest}")
 
 
 def _check_computed(engine: Engine, prefixes: Sequence[SavedPrefix], paths: list[list[Node]]) -> None:

@@ -6,6 +6,7 @@ they may preempt. A sequence whose chunk is in the plan is never preempted in th
 
 from __future__ import annotations
 
+import logging
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterator
@@ -19,6 +20,8 @@ from prefix_jax.policies import Policy, View
 from prefix_jax.prefix_cache import HitEnd, PageTable, PrefixCache
 from prefix_jax.prefix_pool import PrefixPool
 from prefix_jax.request import Sequence
+
+log = logging.getLogger(__name__)
 
 COUNTED = (
     "prompt_tokens", "expected_tokens", "found_tokens", "cached_tokens", "adopted_tokens",
@@ -194,11 +197,9 @@ class Scheduler:
         if self.running and not self.view.num_free_pages:
             return  # everyone needs a page of its own
         self.view.num_free_rows = len(self.free_rows)
-        for sequence in self._candidates():
+        for sequence in self.candidates():
             if not self.free_rows or plan.num_tokens >= self.max_num_batched_tokens:
                 return
-            if sequence.row is not None or sequence.finish_reason is not None:
-                continue  # the policy named it twice
             if sequence.pending:
                 return  # preempted with a step in flight: it keeps its place, and nobody takes the pages it left
             request, caching = sequence.request, self.caching
@@ -219,10 +220,19 @@ class Scheduler:
                 return
             self._start(sequence, table, plan)
 
-    def _candidates(self) -> Iterator[Sequence]:
-        """The policy's choice, and if none of it starts and nothing runs, the oldest."""
-        waiting = list(self.waiting)
-        yield from self.policy(waiting, self.view)
+    def candidates(self) -> Iterator[Sequence]:
+        """The policy's choice, each once, and if none of it starts and nothing runs, the oldest. Whatever a policy
+        does, no request is lost: where it fails, the rest comes in order of arrival."""
+        left = dict.fromkeys(self.waiting)
+        try:
+            for sequence in self.policy(list(left), self.view):
+                if sequence not in left:
+                    break  # named twice, or nobody who waits
+                del left[sequence]
+                yield sequence
+        except Exception:
+            log.exception("the policy %r failed", self.policy)
+            yield from policies.fifo(list(left), self.view)
         if not self.running and self.waiting:
             yield policies.fifo(self.waiting, self.view)[0]
 
@@ -252,7 +262,7 @@ class Scheduler:
         """The declared prefixes that it begins with, those it declares itself included."""
         salt, prefix_pos = sequence.request.cache_salt, sequence.request.prefix_pos
         sequence.prefixes = self.prefixes.find(sequence.tokens, salt)
-        if prefix_pos:
+        if prefix_pos and sequence.request.writes:
             sequence.prefixes.append(self.prefixes.declare(sequence.tokens[:prefix_pos], salt))
 
     def _count_hit(self, sequence: Sequence) -> None:

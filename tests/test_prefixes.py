@@ -487,3 +487,206 @@ def test_what_is_within_a_salts_floor_goes_last():
     assert len(generate(llm, [longest[:60]], greedy(4))[0].outputs[0].token_ids) == 4, "progress comes before floors"
     with pytest.raises(ValueError, match="salt_floor must be at most salt_quota, got 5 and 4"):
         make_llm(salt_quota=4, salt_floor=5)
+
+
+# What must never go wrong ---------------------------------------------------------------------------------------------
+
+
+def test_scales_follow_the_weights(tmp_path):
+    config = tiny_config()
+    weights = tiny_weights(config)
+    for name in weights:
+        if name.endswith("v_proj.weight"):
+            weights[name] *= 64
+    other = write_checkpoint(tmp_path / "other", config, weights)
+    changed, fresh = make_llm(kv_dtype="float8_e4m3fn"), make_llm(other, kv_dtype="float8_e4m3fn")
+    prompts = random_prompts(80, 40, 30)
+    try:
+        changed.load_weights(other)
+        assert tokens_of(generate(changed, prompts)) == tokens_of(generate(fresh, prompts))
+    finally:
+        changed.load_weights(tiny_folder())
+
+
+def test_a_save_leaves_what_others_keep_beside_it(llm, tmp_path):
+    (tmp_path / "100").mkdir()
+    (tmp_path / "100" / "weights.bin").write_text("precious")
+    llm.prefixes.add(random_prompts(81, 20)[0], name="a")
+    llm.prefixes.save(tmp_path)
+    llm.prefixes.save(tmp_path)
+    assert (tmp_path / "100" / "weights.bin").read_text() == "precious"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["100", "prefixes-1"]
+
+
+def test_what_is_too_long_for_an_engine_is_not_loaded(llm, tmp_path):
+    short, long = random_prompts(82, 20, 200)
+    llm.prefixes.add(short, name="short")
+    llm.prefixes.add(long, name="long")
+    llm.prefixes.save(tmp_path)
+    small = make_llm(**TIGHT, pin_fraction=0.75)
+    with pytest.raises(ValueError, match="has a prefix of 200 tokens, the engine takes 64"):
+        small.prefixes.load(tmp_path)
+    assert not len(small.prefixes) and len(small.engine.cache.pool) == 16
+
+
+def test_one_output_that_cannot_be_made_loses_no_other(llm, monkeypatch):
+    make = llm.engine._output
+
+    def fail(sequence):
+        if sequence.request.request_id == "bad":
+            raise UnicodeError("no such text")
+        return make(sequence)
+
+    monkeypatch.setattr(llm.engine, "_output", fail)
+    prompts = [{"prompt_token_ids": [5, 6, 7], "request_id": name} for name in ("a", "bad", "b")]
+    outputs = generate(llm, prompts)
+    assert [o.error for o in outputs] == [None, "no such text", None]
+    assert not llm.engine.sequences
+
+
+def test_an_interrupt_while_another_threads_wish_is_done_reaches_both(llm):
+    engine, seen = llm.engine, []
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    def wish():
+        with pytest.raises(RuntimeError, match="interrupted") as error:
+            engine.call(interrupt)
+        seen.append(error)
+
+    with engine.lock:
+        thread = threading.Thread(target=wish)
+        thread.start()
+        while engine.commands.empty():
+            time.sleep(0.001)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    thread.join(30)
+    assert len(seen) == 1 and not thread.is_alive()
+
+
+def test_a_wish_that_nobody_waits_for_is_not_done(llm):
+    future = None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm.engine, "_do_commands", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            generate(llm, [{"prompt_token_ids": [5, 6], "request_id": "mine"}])
+    llm.engine.step()
+    assert future is None and not llm.engine.sequences and not llm._inboxes
+
+
+@pytest.mark.parametrize("host_memory_gib", [0.0, 0.01])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        lambda waiting, view: [],
+        lambda waiting, view: None,
+        lambda waiting, view: [1, None],
+        lambda waiting, view: [[], []],
+        lambda waiting, view: [waiting[0]] * 10**6,
+        lambda waiting, view: waiting.clear() or [],
+        lambda waiting, view: 1 / 0,
+        lambda waiting, view: (_ for _ in ()).throw(RuntimeError("mine")),
+    ],
+)
+def test_whatever_a_policy_does_no_request_is_lost(policy, host_memory_gib):
+    llm = make_llm(schedule_policy="fifo", host_memory_gib=host_memory_gib)
+    scheduler = llm.engine.scheduler
+    before, scheduler.policy = scheduler.policy, policy
+    try:
+        prompts = random_prompts(83, 20, 30, 20)
+        generate(llm, prompts[:1])
+        outputs = generate(llm, [*prompts, *prompts])
+        check_greedy(outputs)
+        assert cached_of(outputs)[0] == 16 and llm.engine.scheduler is scheduler, "the cache was not thrown away"
+    finally:
+        scheduler.policy = before
+
+
+def test_own_ids_give_way_to_those_of_other_calls(llm):
+    taken = str(next(llm.reader.request_ids) + 2)
+    done = threading.Event()
+    first = {"prompt_token_ids": [5, 6], "request_id": taken}
+    thread = threading.Thread(target=lambda: (generate(llm, [first], greedy(200)), done.set()))
+    thread.start()
+    while taken not in llm.engine.sequences and not done.is_set():
+        time.sleep(0.001)
+    outputs = generate(llm, [[5, 6, 7]] * 4, greedy(1))
+    thread.join(60)
+    assert done.is_set() and len({o.request_id for o in outputs} | {taken}) == 5
+
+
+def test_loading_keeps_every_name_and_the_right_parent(llm, tmp_path):
+    prefix, tail = random_prompts(84, 40, 8)
+    llm.prefixes.add(prefix, name="x")
+    llm.prefixes.add(prefix, name="y")
+    llm.prefixes.add(tail, name="kid", parent="x")
+    llm.prefixes.save(tmp_path)
+    llm.reset_prefix_cache()
+    other = llm.prefixes.add([9] * 20, name="x")
+    handles = llm.prefixes.load(tmp_path)
+    assert [p.name for p in handles] == [None, "y", "kid"] and llm.prefixes["x"] is other
+    assert handles[2].parent is handles[0]
+
+
+def test_a_name_that_is_gone_is_no_text(llm):
+    llm.prefixes.add(TEXT, name="rules").delete()
+    with pytest.raises(ValueError, match="prefix 'rules' is deleted or has expired"):
+        generate(llm, ["and"], prefix="rules")
+
+
+def test_an_expired_handle_says_so(llm, monkeypatch):
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    handle = llm.prefixes.add([5] * 20, ttl=1)
+    now += 2
+    for use in (handle.warm, handle.pin, lambda: handle.refresh(5), lambda: generate(llm, [[5]], prefix=handle)):
+        with pytest.raises(ValueError, match="a prefix of 20 tokens is deleted or has expired"):
+            use()
+    assert len(llm.prefixes) == 0
+
+
+def test_handles_and_messages_of_the_wrong_kind_are_refused(llm):
+    other = make_llm(**TIGHT)
+    foreign = other.prefixes.add([5, 6], name="foreign")
+    for use, error, message in [
+        (lambda: generate(llm, [[5]], prefix=foreign), ValueError, "prefix 'foreign' belongs to another LLM"),
+        (lambda: llm.prefixes.add([5], parent=foreign), ValueError, "belongs to another LLM"),
+        (lambda: llm.delete_prefix(foreign), ValueError, "belongs to another LLM"),
+        (lambda: llm.prefixes.add([5], parent=5), TypeError, "got 5|Actual value: 5"),
+        (lambda: llm.prefixes.add([5], salt=["x"]), TypeError, r"\['x'\]"),
+        (lambda: llm.prefixes.add([5], name=5), TypeError, "got 5|Actual value: 5"),
+        (lambda: llm.prefixes.add([{}]), ValueError, 'a message must be a dict with a "role"'),
+        (lambda: llm.prefixes.add(b"ab"), TypeError, "must be text, a list of token ids"),
+        (lambda: generate(llm, {"messages": "hi"}), ValueError, "messages must be a list"),
+        (lambda: generate(llm, {"messages": [1]}), ValueError, 'a message must be a dict with a "role"'),
+        (lambda: generate(llm, {"messages": []}), ValueError, "messages must be a list with at least one"),
+    ]:
+        with pytest.raises(error, match=message):
+            use()
+    assert len(llm.prefixes) == 0
+    messages = [{"role": "system", "content": TEXT}]
+    handle = llm.prefixes.add(messages, name="chat")
+    messages[0]["content"] = "changed"
+    assert handle.content.messages == CHAT
+
+
+def test_off_leaves_no_declaration(llm):
+    generate(llm, [random_prompts(85, 40)[0]], prefix_pos=32, cache_mode="off")
+    assert llm.cache_report().num_marked == 0
+
+
+def test_warming_that_was_aborted_says_so(llm):
+    handle = llm.prefixes.add(random_prompts(86, 40)[0])
+    upcoming = f"warm-{next(llm.reader.request_ids) + 1}"
+    add = llm.engine.add_batch
+
+    def add_and_abort(requests):
+        add(requests)
+        llm.engine.abort(upcoming)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm.engine, "add_batch", add_and_abort)
+        with pytest.raises(RuntimeError, match="a prefix was not computed: abort"):
+            handle.warm()

@@ -370,13 +370,13 @@ def test_a_stopped_process_leaves_no_half_save(tmp_path):
     compute(llm, family)
     save_prefixes(tmp_path, llm.engine, family)
     (tmp_path / "notes").mkdir()
-    half = tmp_path / "1.orbax-checkpoint-tmp"
+    half = tmp_path / "prefixes-1.orbax-checkpoint-tmp"
     half.mkdir()
     (half / "junk").write_text("junk")
     assert len(load_prefixes(tmp_path, llm.engine)) == 5
     save_prefixes(tmp_path, llm.engine, family[:2])
     assert len(load_prefixes(tmp_path, llm.engine)) == 2
-    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["1", "notes"]
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["notes", "prefixes-1"]
 
 
 def test_a_device_that_fails_in_the_middle_costs_what_it_had(saved, monkeypatch):
