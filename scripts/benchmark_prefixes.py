@@ -233,7 +233,7 @@ def without_reuse(model: str | LlamaConfig, repeats: int) -> list[float]:
     rng, ratios = random.Random(5), []
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     for _ in range(repeats + 1):
-        prompts = [rng.choices(range(on.model_config.vocab_size), k=128) for _ in range(4 * on.engine.max_num_seqs)]
+        prompts = [rng.choices(range(on.model_config.vocab_size), k=128) for _ in range(on.engine.max_num_seqs)]
         taken = []
         for llm in (on, off):
             started = time.perf_counter()
