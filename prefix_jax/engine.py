@@ -455,8 +455,9 @@ class Engine:
         """With its tokens as text."""
         if end is None or self.tokenizer is None or end.token is None:
             return end
-        spell = lambda token: None if token is None else self.tokenizer.decode([token], skip_special_tokens=False)  # noqa: E731
-        return replace(end, text=spell(end.token), cached_text=spell(end.cached_token))
+        tokens = end.token, end.cached_token
+        text, cached = (t if t is None else self.tokenizer.decode([t], skip_special_tokens=False) for t in tokens)
+        return replace(end, text=text, cached_text=cached)
 
     def _text(self, sequence: Sequence) -> str:
         decoder = self.decoders.pop(sequence.request.request_id, None)

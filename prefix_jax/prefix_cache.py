@@ -13,7 +13,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import islice
 from math import inf
 
 from prefix_jax import eviction
@@ -252,8 +252,13 @@ class PrefixCache:
 
     def expected_len(self, tokens: array, namespace: Hashable = None) -> int:
         """Positions of full pages that a cache without end would have found for a prompt."""
-        digests = self._digests(tokens, (len(tokens) - 1) // self.page_size, namespace)
-        return sum(1 for _ in takewhile(self.history.__contains__, digests)) * self.page_size
+        digest = hash(namespace)
+        num_pages = (len(tokens) - 1) // self.page_size
+        for column in range(num_pages):
+            digest = hash((digest, self._key(tokens, column)))  # as the node of this page has it
+            if digest not in self.history:
+                return column * self.page_size
+        return num_pages * self.page_size
 
     def explain(self, table: PageTable, tokens: array) -> HitEnd:
         """Why the hit of a table that has just been opened ended where it did."""
@@ -267,12 +272,11 @@ class PrefixCache:
             return HitEnd("same step", position, token)
         if column * self.page_size + shared > position:
             return HitEnd("no room", position, token)
-        if hash((last.digest, self._key(tokens, column))) in self.history:
+        digest = hash((last.digest, self._key(tokens, column)))
+        if digest in self.history:
             return HitEnd("evicted", position, token)
-        if self.former is not None and (column + 1) * self.page_size <= len(tokens):
-            *_, digest = self._digests(tokens, column + 1, table.root.namespace)
-            if digest in self.former:
-                return HitEnd("other weights", position, token)
+        if self.former is not None and digest in self.former:
+            return HitEnd("other weights", position, token)
         for other in islice(self.trie.roots.values(), 64):
             if other is not table.root and self._has(other, tokens, column):
                 return HitEnd("other salt", position, token)
@@ -339,32 +343,24 @@ class PrefixCache:
     def follow(self, node: Node, tokens: array, num_pages: int) -> tuple[Node, int]:
         """The last page that a table of `tokens` would find, and the number of pages up to it; the first `num_pages`
         are known to lead to `node`."""
-        for column in range(num_pages, (len(tokens) - 1) // self.page_size):
-            child = node.child(self._key(tokens, column))
-            if child is None:
-                return node, column
-            node, num_pages = child, column + 1
+        for child in self._walk(node, tokens, num_pages, (len(tokens) - 1) // self.page_size):
+            node, num_pages = child, num_pages + 1
         return node, num_pages
 
     def _keys_behind(self, nodes: list[Node], tokens: array) -> Iterator[bytes]:
         return (self._key(tokens, column) for column in range(len(nodes), (len(tokens) - 1) // self.page_size))
 
     def _match(self, root: Node, tokens: array, num_pages: int) -> list[Node]:
-        nodes, node = [], root
-        for column in range(num_pages):
+        return list(self._walk(root, tokens, 0, num_pages))
+
+    def _walk(self, node: Node, tokens: array, first: int, last: int) -> Iterator[Node]:
+        """The published pages of columns [first, last) below `node`, as far as there are."""
+        for column in range(first, last):
             child = node.child(self._key(tokens, column))
             if child is None:
-                break
-            nodes.append(child)
+                return
+            yield child
             node = child
-        return nodes
-
-    def _digests(self, tokens: array, num_pages: int, namespace: Hashable) -> Iterator[int]:
-        """As nodes on the path of these pages have them."""
-        digest = hash(namespace)
-        for column in range(num_pages):
-            digest = hash((digest, self._key(tokens, column)))
-            yield digest
 
     def _has(self, root: Root, tokens: array, column: int) -> bool:
         """Whether a namespace has the page of this column, and so all before it."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from prefix_jax.prefix_cache import PrefixCache
-from prefix_jax.prefix_trie import TOKEN_BYTES, Node
+from prefix_jax.prefix_trie import Node, common_len
 
 log = logging.getLogger(__name__)
 
@@ -314,12 +314,10 @@ class PrefixPool:
 
     def delete(self, tokens: array, salt: Hashable = None) -> bool:
         """Forgets all declarations of exactly these tokens. False if there was none."""
-        found = [p for p in self.find(tokens, salt) if p.tokens == tokens]
-        found += [p for p in self.added if p not in found and (p.salt, p.tokens) == (salt, tokens)]
-        marked = self.prefixes.get((salt, tokens.tobytes()))
-        for prefix in [*found, *([marked] if marked else [])]:
+        found = [p for p in (*self.added, *self.prefixes.values()) if (p.salt, p.tokens) == (salt, tokens)]
+        for prefix in found:
             self._lapse(prefix)
-        return bool(found or marked)
+        return bool(found)
 
     def clear(self) -> None:
         """Forgets all declarations, and that there were any."""
@@ -375,12 +373,11 @@ class PrefixPool:
 
     def _num_distinct(self, prefixes: list[Prefix]) -> int:
         """Pages of these prefixes, a shared one counted once: in the order of their bytes, neighbours share most."""
-        size = self.cache.page_size * TOKEN_BYTES
-        spaces: dict[Hashable, list[bytes]] = {}
+        size, spaces = self.cache.page_size, dict[Hashable, list[bytes]]()
         for prefix in prefixes:
-            spaces.setdefault(prefix.salt, []).append(prefix.tokens.tobytes()[: prefix.num_pages * size])
+            spaces.setdefault(prefix.salt, []).append(prefix.tokens.tobytes())
         total = sum(prefix.num_pages for prefix in prefixes)
-        return total - sum(_common_pages(*pair, size) for space in spaces.values() for pair in pairwise(sorted(space)))
+        return total - sum(common_len(*pair) // size for space in spaces.values() for pair in pairwise(sorted(space)))
 
     def _make_room(self, keep: Prefix) -> bool:
         while self.cache.num_pinned >= self.max_pinned:
@@ -470,8 +467,3 @@ def _expiry(ttl: float | None) -> float | None:
 
 def _label(prefix: Prefix) -> str:
     return f"prefix {prefix.name!r}" if prefix.name is not None else f"a prefix of {prefix.num_tokens} tokens"
-
-
-def _common_pages(a: bytes, b: bytes, size: int) -> int:
-    pages = min(len(a), len(b)) // size
-    return next((i for i in range(pages) if a[i * size : (i + 1) * size] != b[i * size : (i + 1) * size]), pages)

@@ -21,6 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+from benchmark_host import collect
 from benchmark_step import MODELS
 from page_moves import page_move_figures
 from results import Figure, device_name, write_results
@@ -41,7 +42,7 @@ LETTERS = "ABCD"
 
 
 class DryRun:
-    """An engine's host half: every step takes no time, and yields tokens that nobody else has."""
+    """An engine's host half: every step takes no time."""
 
     def __init__(
         self, num_pages: int, *, max_num_seqs: int = 64, budget: int = 8192, policy: str = "fifo", evicts: str = "lru"
@@ -55,7 +56,7 @@ class DryRun:
             policy=policy,
         )
         self.num_steps = self.num_added = 0
-        self.fresh = 10**6
+        self.rng = random.Random(0)  # of the tokens that steps yield
         self.waited: dict[str, int] = {}  # steps until each was admitted
         self.added_at: dict[Running, int] = {}
 
@@ -74,15 +75,10 @@ class DryRun:
         self.num_steps += 1
         for sequence in [s for s in self.added_at if s.row is not None]:
             self.waited[sequence.request.request_id] = self.num_steps - 1 - self.added_at.pop(sequence)
+        collect(self.scheduler, plan, self.rng)
         for chunk in plan.chunks:
-            sequence = chunk.sequence
-            sequence.pending -= chunk.samples
-            if chunk.samples:
-                self.fresh += 1
-                sequence.tokens.append(self.fresh)
-            self.scheduler.settle(sequence)
-            if chunk.samples and len(sequence.tokens) >= sequence.request.max_len:
-                self.scheduler.finish(sequence, "length")
+            if chunk.samples and len(chunk.sequence.tokens) >= chunk.sequence.request.max_len:
+                self.scheduler.finish(chunk.sequence, "length")
         self.scheduler.finished.clear()
 
     def run(self) -> int:

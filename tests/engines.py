@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import functools
+import random
 import shutil
 import tempfile
 from array import array
@@ -134,6 +135,16 @@ def random_prompts(seed: int, *lengths: int, vocab_size: int = 300) -> list[list
     """Prompts of these lengths without special tokens."""
     rng = np.random.default_rng(seed)
     return [rng.integers(4, vocab_size, length).tolist() for length in lengths]
+
+
+def branches(rng: random.Random, seed: int, count: int, repeats: float) -> list[list[int]]:
+    """Prompts that leave one of three stems somewhere; some repeat an earlier one."""
+    stems, prompts = random_prompts(seed, 16, 33, 40), []
+    for tail in random_prompts(100 + seed, *(rng.randrange(1, 9) for _ in range(count))):
+        again = prompts and rng.random() < repeats
+        stem = rng.choice(stems)
+        prompts.append(list(rng.choice(prompts)) if again else stem[: rng.randrange(4, len(stem) + 1)] + tail)
+    return prompts
 
 
 def other_than(token: int) -> int:

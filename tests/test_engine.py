@@ -12,6 +12,7 @@ from engines import (
     TINY,
     WIDE,
     add,
+    branches,
     cached_of,
     check_alone,
     check_greedy,
@@ -421,11 +422,7 @@ def test_shared_tiles_over_random_work_in_a_tight_pool(monkeypatch):
         rng = random.Random(seed)
         forget(llm)
         forget(plain)
-        stems, prompts = random_prompts(seed, 16, 33, 40), []
-        for tail in random_prompts(100 + seed, *(rng.randrange(1, 9) for _ in range(14))):
-            again = prompts and rng.random() < 0.3
-            stem = rng.choice(stems)
-            prompts.append(list(rng.choice(prompts)) if again else stem[: rng.randrange(4, len(stem) + 1)] + tail)
+        prompts = branches(rng, seed, 14, repeats=0.3)
         params = [greedy(rng.randrange(1, 30)) for _ in prompts]
         outputs, want = generate(llm, prompts, params), generate(plain, prompts, params)
         assert tokens_of(outputs) == tokens_of(want)

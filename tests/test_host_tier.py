@@ -9,6 +9,7 @@ import pytest
 from engines import (
     TINY,
     add,
+    branches,
     cached_of,
     check_greedy,
     drain,
@@ -83,11 +84,7 @@ def test_random_work_in_a_tight_pool(seed, pages):
     """Branches, repeats, preemptions, salts: the engine recounts cache and tier after each step."""
     llm, plain = tiered(pages, max_num_seqs=4), make_llm(**{**SMALL_POOL, "max_num_seqs": 4})
     rng = random.Random(seed)
-    stems, prompts = random_prompts(seed, 16, 33, 40), []
-    for tail in random_prompts(100 + seed, *(rng.randrange(1, 9) for _ in range(16))):
-        again = prompts and rng.random() < 0.4
-        stem = rng.choice(stems)
-        prompts.append(list(rng.choice(prompts)) if again else stem[: rng.randrange(4, len(stem) + 1)] + tail)
+    prompts = branches(rng, seed, 16, repeats=0.4)
     params = [greedy(rng.randrange(1, 15)) for _ in prompts]
     salted = [{"prompt_token_ids": p, "cache_salt": rng.choice([None, "a"])} for p in prompts]
     check_same(llm, plain, salted, params)
