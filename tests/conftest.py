@@ -1,5 +1,6 @@
 """What every test gets: run-time checks of shapes and types, strict dtype promotion, the CPU, paths to real data."""
 
+import gc
 import os
 from pathlib import Path
 
@@ -19,10 +20,21 @@ check_types = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int will d
 install_import_hook([*INNER_MODULES, "pallas_kernels"], f"{__name__}.check_types")
 
 import jax  # noqa: E402
+from engines import forget_engines  # noqa: E402
 
 from prefix_jax.default_model import default_model_path  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_code_of_one_file():
+    """A compiled function holds several memory maps, and past 65,530 (vm.max_map_count) Linux gives a process no
+    more: no executable outlives the file whose tests asked for it."""
+    yield
+    forget_engines()
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Engines for tests: tiny models that listen to every token of their prompt, each engine built once in a session."""
+"""Engines for tests: tiny models that listen to every token of their prompt, each engine built once a file of tests."""
 
 import atexit
 import contextlib
@@ -79,10 +79,15 @@ def _update(settings: dict) -> None:
     compilation_cache.reset_cache()
 
 
-@functools.cache
+@functools.lru_cache(maxsize=24)  # some 900 memory maps each, see conftest.py
 def _built(folder: Path, **options) -> LLM:
     with compiling_once():
         return LLM(folder, use_tqdm=False, **options)
+
+
+def forget_engines() -> None:
+    """The next engines are built anew, from the executables on disk."""
+    _built.cache_clear()
 
 
 def make_llm(folder: Path | None = None, **options) -> LLM:
