@@ -451,14 +451,16 @@ def test_answers_to_one_prompt_over_random_work_in_a_tight_pool(seed):
     rng = random.Random(seed)
     caching, size = seed % 3 > 0, rng.choice([2, 4, 16])
     engine = FakeEngine(
-        96 // size, size, budget=rng.choice([8, 24, 64]), num_seqs=rng.choice([2, 5, 8]), caching=caching
+        72 // size, size, budget=rng.choice([8, 24, 64]), num_seqs=rng.choice([2, 5, 8]), caching=caching
     )
     for prompt in shared_prompts(rng, 25, 40):
         mode = rng.choice(["readwrite", "readwrite", "read", "write", "off"])
         engine.add_answers(prompt, rng.randint(1, 5), rng.randint(1, 20), stops=rng.choice([(), (1,)]), cache_mode=mode)
     engine.run(6000, lambda engine: engine.abort(rng.choice(engine.sequences)) if rng.random() < 0.01 else None)
     engine.check_outputs()
-    assert engine.scheduler.counts["preemptions"] > 0 and (not caching or engine.scheduler.counts["forked_tokens"] > 0)
+    counts = engine.scheduler.counts
+    assert counts["preemptions"] or engine.scheduler.max_num_seqs < 8
+    assert counts["forked_tokens"] or not caching
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33, 48])
