@@ -100,7 +100,7 @@ def _kernel(logits_ref, row_ref, last_token_ref, position_ref, rules: LogitRules
     index = pl.program_id(0)
     row, last_token, position = row_ref[index], last_token_ref[index], position_ref[index]
     vocab = logits_ref.shape[1]
-    counted = jnp.where(position > rules.prompt_len[row], 2, 0)
+    counted = (position > rules.prompt_len[row]).astype(jnp.int32) * 2
     early = position < rules.until[row]
     presence, frequency, repetition = (rules.penalties[row, i] for i in range(3))
     num_biases = rules.num_biases[row]
@@ -110,8 +110,9 @@ def _kernel(logits_ref, row_ref, last_token_ref, position_ref, rules: LogitRules
         real = token < vocab
         of_row, of_index = triton.spread(row, token), triton.spread(index, token)
         logits = triton.load(logits_ref.at[of_index], mask=real, other=0)
-        counts = triton.load(counts_ref.at[of_row], mask=real, other=0) + jnp.where(token == last_token, counted, 0)
-        triton.store(counts_ref.at[of_row], counts, mask=real & (token == last_token))
+        is_last = token == last_token
+        counts = triton.load(counts_ref.at[of_row], mask=real, other=0) + is_last.astype(jnp.int32) * counted
+        triton.store(counts_ref.at[of_row], counts, mask=real & is_last)
         words = triton.spread(row, token // 32)
         bans = triton.load(rules.banned.at[words], mask=real, other=0)
         bans |= triton.load(rules.banned_early.at[words], mask=real & early, other=0)
@@ -126,4 +127,4 @@ def _kernel(logits_ref, row_ref, last_token_ref, position_ref, rules: LogitRules
         triton.store(ruled_ref.at[of_index], ruled, mask=real)
         return carry
 
-    lax.fori_loop(0, jnp.where(rules.asks[row] > 0, pl.cdiv(vocab, BLOCK), 0), body, 0)
+    lax.fori_loop(0, (rules.asks[row] > 0).astype(jnp.int32) * pl.cdiv(vocab, BLOCK), body, None)

@@ -61,7 +61,7 @@ def _kernel(logits_ref, token_ref, num_top_ref, logprob_ref, rank_ref, top_token
     """One program for a row; one that does not ask ends at once."""
     row = pl.program_id(0)
     vocab, num_top = logits_ref.shape[1], num_top_ref[row]
-    num_blocks = jnp.where(num_top >= 0, pl.cdiv(vocab, BLOCK), 0)
+    num_blocks = (num_top >= 0).astype(jnp.int32) * pl.cdiv(vocab, BLOCK)
 
     def fold(combine, start):
         """Over the row's blocks: combine(carry, token ids, logits)."""

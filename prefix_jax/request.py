@@ -91,22 +91,13 @@ class SamplingParams:
             for token in getattr(self, name) or ():
                 _require_number(name, token, Integral)
         object.__setattr__(self, "logit_bias", _as_biases(self.logit_bias))
-        for name, low, high in _RANGES:
+        for name, kind, low, high, allowed in _RANGES:
             value = getattr(self, name)
-            _require_number(name, value, Real)
-            if not low <= value <= high:
-                raise ValueError(f"{name} must be in [{low:g}, {high:g}], got {value}")
-        if not self.top_p > 0:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
-        if not self.repetition_penalty > 0:
-            raise ValueError(f"repetition_penalty must be over 0, got {self.repetition_penalty}")
-        for name, low, high in _COUNTS:
-            value = getattr(self, name)
-            if value is None and name in ("max_tokens", "seed", "logprobs", "prompt_logprobs"):
+            if value is None and name in _OPTIONAL:
                 continue
-            _require_number(name, value, Integral)
-            if not low <= value < high:
-                raise ValueError(f"{name} must be an integer in [{low}, {high}), got {value}")
+            _require_number(name, value, kind)
+            if not low <= value <= high or (value == low and allowed.startswith("in (")):
+                raise ValueError(f"{name} must be {allowed}, got {value}")
         if self.max_tokens == 0 and self.prompt_logprobs is None:
             raise ValueError("max_tokens must be at least 1, got 0; 0 is for prompt_logprobs alone")
         if self.stop and not self.detokenize:
@@ -124,14 +115,22 @@ class SamplingParams:
         return penalties != (0, 0, 1) or any(others)
 
 
-_RANGES = (
-    ("presence_penalty", -2, 2), ("frequency_penalty", -2, 2), ("repetition_penalty", 0, 1e4),
-    ("temperature", 0, MAX_FLOAT32), ("top_p", 0, 1), ("min_p", 0, 1),
-)  # fmt: skip
-_COUNTS = (
-    ("n", 1, 1 << 16), ("top_k", -1, 1 << 31), ("seed", 0, 1 << 64), ("max_tokens", 0, 1 << 31),
-    ("min_tokens", 0, 1 << 31), ("logprobs", 0, MAX_LOGPROBS + 1), ("prompt_logprobs", 0, MAX_LOGPROBS + 1),
-)  # fmt: skip
+_OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
+_RANGES = (  # name, kind, least, most, in words
+    ("n", Integral, 1, 2**16, "in [1, 65536]"),
+    ("presence_penalty", Real, -2, 2, "in [-2, 2]"),
+    ("frequency_penalty", Real, -2, 2, "in [-2, 2]"),
+    ("repetition_penalty", Real, 0, MAX_FLOAT32, "in (0, 3.4e38]"),
+    ("temperature", Real, 0, MAX_FLOAT32, "at least 0 and a finite float32"),
+    ("top_p", Real, 0, 1, "in (0, 1]"),
+    ("top_k", Integral, -1, 2**31 - 1, "-1 or 0, for off, or a positive int32"),
+    ("min_p", Real, 0, 1, "in [0, 1]"),
+    ("seed", Integral, 0, 2**64 - 1, "in [0, 2**64)"),
+    ("max_tokens", Integral, 0, 2**31 - 1, "at least 1"),
+    ("min_tokens", Integral, 0, 2**31 - 1, "at least 0"),
+    ("logprobs", Integral, 0, MAX_LOGPROBS, f"in [0, {MAX_LOGPROBS}]"),
+    ("prompt_logprobs", Integral, 0, MAX_LOGPROBS, f"in [0, {MAX_LOGPROBS}]"),
+)
 
 
 def _as_biases(biases: Mapping | tuple | None) -> tuple[tuple[int, float], ...]:
