@@ -202,8 +202,8 @@ class Sequence:
     """
 
     __slots__ = (
-        "request", "tokens", "order", "seed", "index", "leader", "computed_len", "scored_len", "pending", "row",
-        "table", "prefixes", "planned_step", "num_cached_tokens", "num_published_tokens", "hit_end", "rules",
+        "request", "tokens", "prompt_len", "order", "seed", "index", "leader", "computed_len", "scored_len", "pending",
+        "row", "table", "prefixes", "planned_step", "num_cached_tokens", "num_published_tokens", "hit_end", "rules",
         "first_token_time", "finished_time", "finish_reason", "stop_reason", "logprobs", "prompt_logprobs", "text",
         "num_given", "due", "turn",
     )  # fmt: skip
@@ -211,6 +211,7 @@ class Sequence:
     def __init__(self, request: Request, order: int, seed: int, index: int = 0, leader: Sequence | None = None):
         self.request = request
         self.tokens = array("i", request.prompt_token_ids)
+        self.prompt_len = len(request.prompt_token_ids)
         self.order = order  # of arrival
         self.seed = seed
         self.index = index
@@ -246,10 +247,6 @@ class Sequence:
         self.prefixes = []
         self.planned_step = -1  # steps are counted anew
         self.turn = None
-
-    @property
-    def prompt_len(self) -> int:
-        return len(self.request.prompt_token_ids)
 
     @property
     def length(self) -> int:

@@ -50,11 +50,6 @@ class Chunk(NamedTuple):
     def end(self) -> int:
         return self.start + self.length
 
-    @property
-    def num_reads(self) -> int:
-        """Positions whose logits are read."""
-        return self.num_scored + self.samples
-
 
 @dataclass
 class StepPlan:
@@ -192,16 +187,18 @@ class Scheduler:
         if remaining > 1 and self.caching and sequence.request.reads and not sequence.is_scoring:
             adopted = self.cache.adopt(sequence.table, sequence.tokens, sequence.computed_len)
             self.counts["adopted_tokens"] += adopted - sequence.computed_len
+            remaining -= adopted - sequence.computed_len
             sequence.computed_len = adopted
-        length = self._chunk_len(sequence, plan)
+        length = self._chunk_len(sequence, remaining, plan)
         if length and self._make_room(sequence, sequence.computed_len + length):
             self._plan_chunk(sequence, length, plan)
 
-    def _chunk_len(self, sequence: Sequence, plan: StepPlan) -> int:
+    def _chunk_len(self, sequence: Sequence, remaining: int, plan: StepPlan) -> int:
         """Positions for which the step has room, in its tokens and in the logits that are read."""
-        room = self.max_num_batched_tokens - plan.num_tokens
-        unread = max(0, sequence.next_read - sequence.computed_len)
-        return min(sequence.remaining, room, unread + self.max_num_seqs - plan.num_reads)
+        room, reads = self.max_num_batched_tokens - plan.num_tokens, self.max_num_seqs - plan.num_reads
+        if remaining > 1 or not reads:
+            room = min(room, reads + max(0, sequence.next_read - sequence.computed_len))
+        return min(remaining, room)
 
     def _make_room(self, sequence: Sequence, length: int) -> bool:
         """Pages for `length` positions: free ones, then unread leaves, then the pages of the youngest sequence that has
@@ -311,7 +308,7 @@ class Scheduler:
             self.counts["cached_tokens"] += sequence.computed_len
             if sequence.num_cached_tokens is None:
                 self._count_hit(sequence)
-        if length := self._chunk_len(sequence, plan):
+        if length := self._chunk_len(sequence, sequence.remaining, plan):
             self._plan_chunk(sequence, length, plan)
 
     def _find_prefixes(self, sequence: Sequence) -> None:
@@ -342,23 +339,16 @@ class Scheduler:
         end = start + length
         samples = end == sequence.length
         from_device = start >= len(sequence.tokens)
-        score_end = min(end, sequence.prompt_len - 1)
-        num_scored = max(0, score_end - max(start, sequence.scored_len - 1))
-        sequence.scored_len += num_scored
-        chunk = Chunk(
-            sequence,
-            sequence.row,
-            start,
-            length,
-            samples,
-            from_device,
-            sequence.table.cached_len,
-            num_scored,
-            score_end,
-        )
+        chunk = Chunk(sequence, sequence.row, start, length, samples, from_device, sequence.table.cached_len)
+        if sequence.scored_len < sequence.prompt_len:
+            score_end = min(end, sequence.prompt_len - 1)
+            num_scored = max(0, score_end - max(start, sequence.scored_len - 1))
+            sequence.scored_len += num_scored
+            plan.num_reads += num_scored
+            chunk = chunk._replace(num_scored=num_scored, score_end=score_end)
         plan.chunks.append(chunk)
         plan.num_tokens += length
-        plan.num_reads += chunk.num_reads
+        plan.num_reads += samples
         if start < sequence.prompt_len:
             self.counts["computed_prompt_tokens"] += min(end, sequence.prompt_len) - start
         sequence.computed_len = end
