@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +75,12 @@ def sample(
     asks = rules.asks[rows.row]
     ruled = Ruled(logits, ruled, asks)
     for bit, process in enumerate(processors, start=1):  # bit 0: there are rules
-        ruled = ruled._replace(ruled=_process(process, (asks >> bit) & 1 > 0, ruled.ruled, rows, rules))
+        run = partial(_process, process, (asks >> bit) & 1 > 0, ruled.ruled, rows, rules)
+        # A branch spares a CPU the work; a GPU would have to wait for the host to take it.
+        has_any = jnp.any((asks >> bit) & 1 > 0)
+        ruled = ruled._replace(
+            ruled=jax.lax.cond(has_any, run, lambda x=ruled.ruled: x) if implementation == "xla" else run()
+        )
     temperature = jnp.where(rows.temperature >= GREEDY_BELOW, rows.temperature, 0)
     is_random = temperature > 0
     top_k = jnp.where(is_random & (rows.top_k < logits.shape[1]), rows.top_k, 0)
@@ -94,10 +100,8 @@ def _process(
     rows: SamplingRows,
     rules: LogitRules,
 ) -> Float[Array, "B V"]:
-    def run() -> Array:
-        counts = rules.counts[rows.row]
-        contexts = rows.position, rows.last_token, counts >> 1, counts & 1 > 0
-        processed = jax.vmap(lambda row, *context: process(row, LogitsContext(*context)))(logits, *contexts)
-        return jnp.where(asks[:, None], processed, logits)
-
-    return jax.lax.cond(jnp.any(asks), run, lambda: logits)
+    """The logits of rows that ask, processed."""
+    counts = rules.counts[rows.row]
+    contexts = rows.position, rows.last_token, counts >> 1, counts & 1 > 0
+    processed = jax.vmap(lambda row, *context: process(row, LogitsContext(*context)))(logits, *contexts)
+    return jnp.where(asks[:, None], processed, logits)
