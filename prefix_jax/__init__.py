@@ -1,7 +1,7 @@
 """prefix-jax: language models over many prompts that begin alike, each distinct prefix computed once."""
 
 from prefix_jax.beam_search import BeamSearchParams as BeamSearchParams
-from prefix_jax.engine import EngineConfig as EngineConfig
+from prefix_jax.engine_config import EngineConfig as EngineConfig
 from prefix_jax.llm import LLM as LLM
 from prefix_jax.prefix_pool import PinBudgetError as PinBudgetError
 from prefix_jax.prefix_pool import Prefix as Prefix

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-import math
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 from threading import RLock
 from typing import Any
 
@@ -20,26 +17,18 @@ import numpy as np
 
 from pallas_kernels import default_implementation, is_compiled
 from pallas_kernels.logprobs import Logprobs
-from prefix_jax import eviction, policies
+from prefix_jax import eviction
+from prefix_jax.commands import Commands
+from prefix_jax.engine_config import EngineConfig
 from prefix_jax.host_tier import HostTier
 from prefix_jax.kv_store import measure_scales, page_bytes
 from prefix_jax.models.llama import Llama
 from prefix_jax.output_text import OutputText
-from prefix_jax.prefix_cache import HitEnd, PrefixCache
+from prefix_jax.outputs import OutputMaker
+from prefix_jax.prefix_cache import PrefixCache
 from prefix_jax.prefix_pool import PrefixPool
-from prefix_jax.request import (
-    CompletionOutput,
-    Logprob,
-    PositionLogprobs,
-    Request,
-    RequestMetrics,
-    RequestOutput,
-    Sequence,
-    TokenLogprobs,
-    refused_output,
-)
+from prefix_jax.request import Request, RequestOutput, Sequence, TokenLogprobs, refused_output
 from prefix_jax.runner import Runner
-from prefix_jax.sampler import LogitsProcessor
 from prefix_jax.scheduler import Chunk, Scheduler, StepPlan
 from prefix_jax.tiling import make_batcher
 from prefix_jax.token_rules import TokenRules
@@ -49,76 +38,6 @@ log = logging.getLogger(__name__)
 GOLDEN = 0x9E3779B97F4A7C15  # odd: the seeds of a request's answers differ
 STAGED_BYTES = 2**29  # of the device's memory, for pages that come back before their sequence is admitted
 SAMPLE_TEXT = Path(__file__).parent / "data" / "system_prompt.txt"  # over which the range of K and V is measured
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """How an engine runs, apart from what model it runs. None is chosen for the device.
-
-    page_size: positions in a page. num_pages: in the pool; None: what `memory_fraction` of the device leaves free.
-    max_model_len: positions of prompt and output together; None: the model's. max_num_seqs: sequences running at once.
-    max_num_batched_tokens: positions computed in one step. schedule_policy: who waits less, by name (fifo, greedy, lpm,
-    dfs, priority), or a policies.Policy. eviction_policy: which unread page goes first (lru, lfu, fifo, cost, belady);
-    None: belady with dfs, else lru. pin_fraction: of the pool, for declared prefixes. salt_quota, salt_floor: pages;
-    what a cache_salt has beyond its quota is evicted first, what is within its floor last. attention: the
-    implementation, by name. host_memory_gib: of the host's memory, where evicted pages go and come back from. kv_dtype:
-    "float8_e4m3fn" halves the bytes of K and V, at a loss. forest: read pages that running sequences share once for all
-    of them. bitwise: attention whose bits depend on the sequence alone, however it is chunked and whatever it shares;
-    slower. logits_processors: by name, functions of one row's logits (sampler.LogitsProcessor) that JAX can trace, for
-    requests that name them. check: recount the cache after every step, for debugging.
-    """
-
-    page_size: int = 16
-    num_pages: int | None = None
-    memory_fraction: float = 0.9
-    max_model_len: int | None = None
-    max_num_seqs: int | None = None
-    max_num_batched_tokens: int | None = None
-    enable_prefix_caching: bool = True
-    schedule_policy: str | policies.Policy = "fifo"
-    eviction_policy: str | None = None
-    pin_fraction: float = 0.5
-    salt_quota: int | None = None
-    salt_floor: int = 0
-    attention: str | None = None
-    host_memory_gib: float = 0.0
-    kv_dtype: str | None = None
-    forest: bool | None = None
-    bitwise: bool = False
-    logits_processors: Mapping[str, LogitsProcessor] = field(default_factory=dict)
-    seed: int | None = 0
-    check: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("page_size", "num_pages", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
-            value = getattr(self, name)
-            if value is None and name != "page_size":
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
-        for name in ("memory_fraction", "pin_fraction"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be in (0, 1], got {getattr(self, name)!r}")
-        for name, default in (("salt_quota", None), ("salt_floor", 0)):
-            value = getattr(self, name)
-            if value != default and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-                raise ValueError(f"{name} must be a number of pages, got {value!r}")
-        if self.salt_quota is not None and self.salt_floor > self.salt_quota:
-            raise ValueError(f"salt_floor must be at most salt_quota, got {self.salt_floor} and {self.salt_quota}")
-        gib = self.host_memory_gib
-        if isinstance(gib, bool) or not isinstance(gib, (int, float)) or not 0 <= gib < math.inf:
-            raise ValueError(f"host_memory_gib must be a number, 0 or more, got {gib!r}")
-        if self.kv_dtype not in (None, "float8_e4m3fn"):
-            raise ValueError(f'kv_dtype must be None, for the model\'s own, or "float8_e4m3fn", got {self.kv_dtype!r}')
-        if not callable(self.schedule_policy) and self.schedule_policy not in policies.POLICIES:
-            names = ", ".join(policies.POLICIES)
-            raise ValueError(f"schedule_policy must be one of {names}, or a Policy, got {self.schedule_policy!r}")
-        processors = self.logits_processors
-        if not isinstance(processors, Mapping) or not all(map(callable, processors.values())) or len(processors) > 30:
-            raise ValueError(f"logits_processors must be a dict of name to function, at most 30, got {processors!r}")
-        if self.eviction_policy not in (None, *eviction.POLICIES):
-            names = ", ".join(eviction.POLICIES)
-            raise ValueError(f"eviction_policy must be one of {names}, got {self.eviction_policy!r}")
 
 
 @dataclass(frozen=True)
@@ -176,7 +95,8 @@ class Engine:
         self.sequences: dict[str, list[Sequence]] = {}  # of unfinished requests, by their ids
         self.streamed: list[Sequence] = []  # those with new tokens to give out
         self.lock = RLock()
-        self.commands: SimpleQueue[tuple[Callable[[], Any], Future]] = SimpleQueue()
+        self.commands = Commands(self.lock)
+        self.outputs = OutputMaker(tokenizer)
         self.num_added = 0
         self.num_steps = 0
         self.in_flight: InFlight | None = None
@@ -305,23 +225,11 @@ class Engine:
 
     def call(self, do: Callable[[], Any]) -> Any:
         """What `do` returns or raises, done between two steps. Safe from any thread; waits for a step at most."""
-        future: Future = Future()
-        self.commands.put((do, future))
-        try:
-            while not future.done():
-                if self.lock.acquire(timeout=0.001):  # else whoever steps does it
-                    try:
-                        self._do_commands()
-                    finally:
-                        self.lock.release()
-        except BaseException:  # an interrupt: nobody waits for it any more
-            future.cancel()
-            raise
-        return future.result()
+        return self.commands.call(do)
 
     def abort(self, request_id: str) -> None:
         """Ends a request before the next step; unknown and finished ones are left alone. Safe from any thread."""
-        self.commands.put((lambda: self._abort(request_id), Future()))
+        self.commands.put(lambda: self._abort(request_id))
 
     def set_params(self, model: Llama) -> None:
         """Goes on with other weights of the same shapes. Nothing that the former ones computed is used any more, and
@@ -343,7 +251,7 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Starts the next step while the device computes the last, then collects that one. Returns what finished."""
-        self._do_commands()
+        self.commands.run()
         try:
             plan = self.scheduler.schedule()
             launched = self._launch(plan)
@@ -362,19 +270,6 @@ class Engine:
         return self._take_outputs()
 
     # ------------------------------------------------------------------------------------------------------------------
-
-    def _do_commands(self) -> None:
-        while not self.commands.empty():
-            do, future = self.commands.get()
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(do())
-            except Exception as error:
-                future.set_exception(error)
-            except BaseException as error:  # an interrupt of this thread, which the one that waits has to know of too
-                future.set_exception(RuntimeError(f"interrupted: {error!r}"))
-                raise
 
     def _launch(self, plan: StepPlan) -> InFlight | None:
         """Starts a step, the pages that the plan evicts and brings back moved before it. None for an empty plan."""
@@ -482,7 +377,7 @@ class Engine:
         while self.streamed:
             sequence = self.streamed.pop(0)
             if sequence.finish_reason is None:
-                outputs.append(self._output(sequence.request, [sequence], finished=False))
+                outputs.append(self.outputs.make(sequence.request, [sequence], finished=False))
         while self.scheduler.finished:
             sequence = self.scheduler.finished[0]
             sequence.finished_time = sequence.finished_time or time.monotonic()
@@ -492,7 +387,8 @@ class Engine:
             finished = all(answer.finish_reason is not None for answer in answers) and request not in left
             try:
                 if finished or request.streams:
-                    outputs.append(self._output(request, [sequence] if request.streams else answers, finished=finished))
+                    new = [sequence] if request.streams else answers
+                    outputs.append(self.outputs.make(request, new, finished=finished))
             except Exception as error:
                 log.exception("the output of request %s cannot be made", request.request_id)
                 self._abort(request.request_id)
@@ -502,82 +398,6 @@ class Engine:
             if finished:
                 del self.sequences[request.request_id]
         return outputs
-
-    def _output(self, request: Request, answers: list[Sequence], *, finished: bool) -> RequestOutput:
-        """Of all answers to a request, or of what is new in one of them."""
-        leader = answers[0].leader or answers[0]
-        scored = None
-        if leader.is_scoring and finished:
-            unscored = len(request.prompt_token_ids) - len(leader.prompt_logprobs)
-            scored = [None] * unscored + [self._spell_logprobs(found) for found in leader.prompt_logprobs]
-        return RequestOutput(
-            request.request_id,
-            request.prompt,
-            list(request.prompt_token_ids),
-            [self._completion(answer) for answer in answers],
-            num_cached_tokens=leader.num_cached_tokens or 0,
-            num_published_tokens=sum(answer.num_published_tokens for answer in answers),
-            hit_end=self._spell(leader.hit_end),
-            prompt_logprobs=scored,
-            metrics=RequestMetrics(request.arrival_time, leader.first_token_time, answers[-1].finished_time),
-            seed=leader.seed,
-            finished=finished,
-        )
-
-    def _completion(self, sequence: Sequence) -> CompletionOutput:
-        """An answer, or where it streams what is new in it."""
-        first = sequence.num_given
-        token_ids = sequence.output_token_ids[first:]
-        if sequence.request.streams:
-            sequence.num_given += len(token_ids)
-        asked = sequence.request.sampling.logprobs is not None
-        return CompletionOutput(
-            sequence.index,
-            self._text(sequence),
-            token_ids,
-            sequence.finish_reason,
-            sequence.stop_reason,
-            logprobs=[self._spell_logprobs(found) for found in sequence.logprobs[first:]] if asked else None,
-            cumulative_logprob=sum(found.logprob for found in sequence.logprobs) if asked else None,
-        )
-
-    def _spell(self, end: HitEnd | None) -> HitEnd | None:
-        """With its tokens as text."""
-        if end is None or self.tokenizer is None or end.token is None:
-            return end
-        return replace(end, text=self._spell_token(end.token), cached_text=self._spell_token(end.cached_token))
-
-    def _spell_token(self, token: int | None) -> str | None:
-        if token is None or self.tokenizer is None:
-            return None
-        return self.tokenizer.decode([token], skip_special_tokens=False)
-
-    def _spell_logprobs(self, found: TokenLogprobs) -> PositionLogprobs:
-        likeliest = zip(found.top_tokens, found.top_logprobs, strict=True)
-        spelled = {found.token: Logprob(found.logprob, found.rank, self._spell_token(found.token))}
-        for rank, (token, logprob) in enumerate(likeliest, start=1):
-            spelled.setdefault(token, Logprob(logprob, rank, self._spell_token(token)))
-        return spelled
-
-    def _text(self, sequence: Sequence) -> str:
-        """All of it, or where it streams what is new and certain."""
-        request = sequence.request
-        if sequence.text is not None:
-            if sequence.finish_reason is not None:
-                sequence.text.finish()
-            return sequence.text.take()
-        token_ids = sequence.output_token_ids
-        if sequence.finish_reason == "stop":
-            token_ids.pop()  # the token that ended it is no text
-        if self.tokenizer is None or not token_ids or not request.sampling.detokenize:
-            return ""
-        sampling = request.sampling
-        return self.tokenizer.decode_output(
-            request.prompt_token_ids,
-            token_ids,
-            sampling.skip_special_tokens,
-            sampling.spaces_between_special_tokens,
-        )
 
     def _recover(self, error: Exception) -> None:
         """The device failed and may have lost the store, which was donated: a fresh one, an empty cache, and every

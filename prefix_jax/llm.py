@@ -20,7 +20,8 @@ from tqdm import tqdm
 
 from prefix_jax.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from prefix_jax.cache_report import CacheReport, make_report
-from prefix_jax.engine import Engine, EngineConfig
+from prefix_jax.engine import Engine
+from prefix_jax.engine_config import EngineConfig
 from prefix_jax.models.llama import LlamaConfig
 from prefix_jax.prefix_cache import PageTable
 from prefix_jax.prefix_pool import Encoded, Prefix, PrefixPool

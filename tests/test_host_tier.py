@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from prefix_jax import LLM
-from prefix_jax.engine import EngineConfig
+from prefix_jax.engine_config import EngineConfig
 from prefix_jax.host_tier import HostTier
 from prefix_jax.kv_store import page_bytes
 from prefix_jax.prefix_cache import PrefixCache

@@ -530,14 +530,14 @@ def test_what_is_too_long_for_an_engine_is_not_loaded(llm, tmp_path):
 
 
 def test_one_output_that_cannot_be_made_loses_no_other(llm, monkeypatch):
-    make = llm.engine._output
+    make = llm.engine.outputs.make
 
-    def fail(sequence):
-        if sequence.request.request_id == "bad":
+    def fail(request, answers, *, finished):
+        if request.request_id == "bad":
             raise UnicodeError("no such text")
-        return make(sequence)
+        return make(request, answers, finished=finished)
 
-    monkeypatch.setattr(llm.engine, "_output", fail)
+    monkeypatch.setattr(llm.engine.outputs, "make", fail)
     prompts = [{"prompt_token_ids": [5, 6, 7], "request_id": name} for name in ("a", "bad", "b")]
     outputs = generate(llm, prompts)
     assert [o.error for o in outputs] == [None, "no such text", None]
@@ -558,7 +558,7 @@ def test_an_interrupt_while_another_threads_wish_is_done_reaches_both(llm):
     with engine.lock:
         thread = threading.Thread(target=wish)
         thread.start()
-        while engine.commands.empty():
+        while engine.commands.queue.empty():
             time.sleep(0.001)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
@@ -568,7 +568,7 @@ def test_an_interrupt_while_another_threads_wish_is_done_reaches_both(llm):
 
 def test_a_wish_that_nobody_waits_for_is_not_done(llm):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llm.engine, "_do_commands", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(llm.engine.commands, "run", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             generate(llm, [{"prompt_token_ids": [5, 6], "request_id": "mine"}])
     llm.engine.step()
