@@ -24,7 +24,7 @@ import numpy as np
 from benchmark_host import collect
 from benchmark_step import MODELS
 from page_moves import page_move_figures
-from results import Figure, device_name, write_results
+from render_results import Figure, device_name, write_results
 
 from prefix_jax import LLM, SamplingParams
 from prefix_jax.models.llama import LlamaConfig

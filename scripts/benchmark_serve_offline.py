@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import serve_offline
-from results import Figure, device_name, write_results
+from render_results import Figure, device_name, write_results
 
 from prefix_jax.default_model import default_model_path
 from prefix_jax.tokenizer import Tokenizer

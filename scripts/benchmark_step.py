@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from ceilings import measure_ceilings, seconds_per_call
 from jax.profiler import ProfileData
-from results import Figure, device_name, write_results
+from render_results import Figure, device_name, write_results
 
 from prefix_jax import LLM, SamplingParams
 from prefix_jax.kv_store import page_bytes

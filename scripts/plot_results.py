@@ -8,7 +8,7 @@ import matplotlib
 
 matplotlib.use("agg")
 import matplotlib.pyplot as plt
-from results import FOLDER
+from render_results import FOLDER
 
 PLAIN = re.compile(r"plain decode attention (\d+) x (\d+), GQA 32/8 / copy bandwidth")
 SHARED = re.compile(r"shared ÷ plain, B = 256, own 128, prefix (\d+), (GQA-4|MHA)")

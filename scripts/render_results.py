@@ -16,7 +16,7 @@ import jax
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 README = FOLDER.parents[1] / "README.md"
-START, END = "<!-- measured: scripts/results.py writes this -->", "<!-- end -->"
+START, END = "<!-- measured: scripts/render_results.py writes this -->", "<!-- end -->"
 PACKAGES = ("prefix-jax", "jax", "jaxlib", "flax", "numpy")
 
 
