@@ -44,43 +44,94 @@ class Figure:
         return self.value >= self.must if self.better == "higher" else self.value <= self.must
 
 
-def write_results(
-    name: str,
-    rows: Sequence[Figure],
-    *,
-    command: str | None = None,
-    ceilings: Mapping[str, float] | None = None,
-    device: str | None = None,
-    folder: Path = FOLDER,
-) -> bool:
-    """Writes folder/NAME.json; prints the rows as a table and, last, the file's content as one line of JSON.
+class Results:
+    """folder/NAME.json, written anew with every row, so that a run that is cut off keeps what it measured.
 
     `command` defaults to this process's own, `device` to the processor's name; `ceilings` are the limits measured in
-    the same run, their unit in the name ("copy_gb_per_s"). True if every `must` is reached.
+    the same run, their unit in the name ("copy_gb_per_s"). keep: rows that the file has from another command on the
+    same device and JAX stay, unless a new one has their name.
     """
-    results = {
-        "command": command or " ".join(["python", *sys.argv]),
-        "date": datetime.date.today().isoformat(),
-        "device": device or processor_name(),
-        "versions": versions(),
-        "ceilings": dict(ceilings or {}),
-        "rows": [dataclasses.asdict(row) for row in rows],
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    print(table(rows))
-    print(json.dumps(results))
-    return all(row.reached for row in rows)
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        command: str | None = None,
+        ceilings: Mapping[str, float] | None = None,
+        device: str | None = None,
+        folder: Path = FOLDER,
+        keep: bool = False,
+    ):
+        self.path = folder / f"{name}.json"
+        self.rows: list[Figure] = []
+        self.head = {
+            "command": command or own_command(),
+            "date": datetime.date.today().isoformat(),
+            "device": device or processor_name(),
+            "versions": versions(),
+            "ceilings": dict(ceilings or {}),
+        }
+        self.kept: list[Figure] = self._take_over() if keep and self.path.exists() else []
+
+    def _take_over(self) -> list["Figure"]:
+        content = json.loads(self.path.read_text(encoding="utf-8"))
+        machine = [(c["device"], c["versions"].get("jax")) for c in (content, self.head)]
+        if machine[0] != machine[1]:
+            return []
+        commands = content["command"].split(" && ")
+        self.head["command"] = " && ".join([*(c for c in commands if c != self.head["command"]), self.head["command"]])
+        return [Figure(**row) for row in content["rows"]]
+
+    def add(self, *rows: "Figure") -> None:
+        """Prints the rows and writes the file with them."""
+        self.rows += rows
+        names = {row.what for row in self.rows}
+        self.kept = [row for row in self.kept if row.what not in names]
+        for row in rows:
+            print(table_row(row), flush=True)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = self.path.with_suffix(".new")
+        fresh.write_text(json.dumps(self.content, indent=1) + "\n", encoding="utf-8")
+        fresh.replace(self.path)
+
+    @property
+    def content(self) -> dict:
+        return {**self.head, "rows": [dataclasses.asdict(row) for row in [*self.kept, *self.rows]]}
+
+    def close(self) -> bool:
+        """Prints, last, the file's content as one line of JSON. True if every `must` of this run is reached."""
+        print(json.dumps(self.content), flush=True)
+        return all(row.reached for row in self.rows)
+
+
+def write_results(name: str, rows: Sequence[Figure], **options) -> bool:
+    """All rows at once: prints them as a table and writes them as `Results` does. True if every `must` is reached."""
+    results = Results(name, **options)
+    print(TABLE_HEAD)
+    results.add(*rows)
+    return results.close()
+
+
+def own_command(script: str | None = None, arguments: Sequence[str] | None = None) -> str:
+    """This process's, or of a script, as it can be typed in the checkout: of absolute paths, the last part."""
+    script, arguments = script or sys.argv[0], sys.argv[1:] if arguments is None else arguments
+    return " ".join(
+        ["python", f"scripts/{Path(script).name}", *(Path(a).name if a[0:1] == "/" else a for a in arguments)]
+    )
+
+
+TABLE_HEAD = "| what | value | must | aim |\n|---|---|---|---|"
 
 
 def table(rows: Sequence[Figure]) -> str:
     """The rows in Markdown."""
-    lines = ["| what | value | must | aim |", "|---|---|---|---|"]
-    for row in rows:
-        goals = [goal_text(goal, row.better) for goal in (row.must, row.aim)]
-        missed = "" if row.reached else " **(missed)**"
-        lines.append(f"| {row.what} | {row.value:.4g} {row.unit}{missed} | {goals[0]} | {goals[1]} |")
-    return "\n".join(lines)
+    return "\n".join([TABLE_HEAD, *map(table_row, rows)])
+
+
+def table_row(row: Figure) -> str:
+    goals = [goal_text(goal, row.better) for goal in (row.must, row.aim)]
+    missed = "" if row.reached else " **(missed)**"
+    return f"| {row.what} | {row.value:.4g} {row.unit}{missed} | {goals[0]} | {goals[1]} |"
 
 
 def goal_text(goal: float | None, better: str) -> str:
