@@ -16,6 +16,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -26,10 +27,8 @@ from prefix_jax.tokenizer import Tokenizer
 BLOCK = 512  # tokens that a hash id of a Mooncake trace stands for
 LETTERS = "ABCD"
 MIN_TOKENS, MAX_PROMPT, MAX_TOTAL = 4, 1024, 2048  # of a ShareGPT request that is not left out
-NAMES = (
-    "sharegpt", "random", "prefix-repetition", "generated-shared-prefix", "tree", "mooncake", "mmlu", "conversations",
-    "custom",
-)  # fmt: skip
+MADE = ("random", "prefix-repetition", "generated-shared-prefix", "tree")
+READ = ("sharegpt", "conversations", "mooncake", "azure", "mmlu", "custom")
 
 Encode = Callable[[str], Sequence[int]]
 
@@ -75,18 +74,19 @@ class Workload:
 # What a cache can find -----------------------------------------------------------------------------------------------
 
 
-def novel_lens(prompts: Iterable[Sequence[int]], page_size: int = 1) -> list[int]:
-    """Of each prompt, in this order, the tokens that no earlier one begins with; of earlier ones full pages count."""
+def novel_lens(prompts: Iterable[Sequence[int]], answers: Iterable[Sequence[int]] | None = None) -> list[int]:
+    """Of each prompt, in this order, the tokens that no earlier one begins with, nor an earlier one and its answer."""
     known: list[bytes] = []  # sorted: of all of them, a new one's neighbours share most with it
     novel = []
-    for prompt in prompts:
+    for prompt, answer in zip(prompts, answers or itertools.repeat(()), strict=answers is not None):
         key = array("i", prompt).tobytes()
         at = bisect_left(known, key)
         novel.append(len(prompt) - max((common_len(key, other) for other in known[max(0, at - 1) : at + 1]), default=0))
-        full = key[: len(prompt) // page_size * page_size * array("i").itemsize]
-        at = bisect_left(known, full)
-        if at == len(known) or known[at] != full:
-            known.insert(at, full)
+        if answer:
+            key += array("i", answer).tobytes()
+            at = bisect_left(known, key)
+        if at == len(known) or known[at] != key:
+            known.insert(at, key)
     return novel
 
 
@@ -95,10 +95,10 @@ def num_distinct(prompts: Iterable[Sequence[int]]) -> int:
     return sum(novel_lens(prompts))
 
 
-def expected_hit_rate(prompts: Sequence[Sequence[int]], page_size: int = 1) -> float:
-    """The share of prompt tokens that a cache finds which never evicts, when one prompt comes after the other. The last
-    token of a prompt is never found: its logits are needed."""
-    novel = novel_lens(prompts, page_size)
+def expected_hit_rate(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]] | None = None) -> float:
+    """The share of prompt tokens that a cache finds which never evicts, when one prompt comes after the other, in pages
+    of one token. The last token of a prompt is never found: its logits are needed."""
+    novel = novel_lens(prompts, answers)
     found = sum(min(len(p) - new, len(p) - 1) for p, new in zip(prompts, novel, strict=True))
     return found / max(1, sum(map(len, prompts)))
 
@@ -331,6 +331,23 @@ def mooncake(path: Path, *, num: int | None, seed: int, vocab_size: int) -> Work
     return Workload("mooncake", items)
 
 
+def azure(path: Path, *, num: int | None, seed: int, vocab_size: int) -> Workload:
+    """Random tokens of the lengths, and at the times, of a .csv with TIMESTAMP, ContextTokens, GeneratedTokens."""
+    with open_text(path) as file:
+        rows = list(itertools.islice(csv.DictReader(file), num))
+    times = [datetime.fromisoformat(row["TIMESTAMP"][:26]) for row in rows]
+    rng = np.random.default_rng(seed)
+    items = [
+        Item(
+            draw(rng, vocab_size, int(row["ContextTokens"])),
+            max(1, int(row["GeneratedTokens"])),
+            arrival=(time - times[0]).total_seconds(),
+        )
+        for row, time in zip(rows, times, strict=True)
+    ]
+    return Workload("azure", items)
+
+
 def custom(path: Path, *, num: int | None, encode: Encode, output_len: int | None) -> Workload:
     """Lines of {"prompt_token_ids" or "prompt", "output_tokens"}, as serve_offline.py --trace writes them; the latter
     defaults to `output_len`. ValueError names a line that has neither."""
@@ -373,3 +390,40 @@ def mmlu(folder: Path, *, num: int | None, encode: Encode, seed: int = 0, output
 def mmlu_text(row: dict) -> str:
     choices = "".join(f"\n{letter}. {choice}" for letter, choice in zip(LETTERS, row["choices"], strict=True))
     return f"{row['question']}{choices}\nAnswer:"
+
+
+# Dialogues ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Dialogue:
+    """What a person asks, turn by turn; and what is answered, or None where the model's own answers go on."""
+
+    asks: tuple[str, ...]
+    answers: tuple[str, ...] | None = None
+
+
+def mt_bench(path: Path, *, num: int | None, seed: int = 0) -> list[Dialogue]:
+    """Questions of two turns, the second about the model's own answer to the first."""
+    rows = read_lines(path)
+    if num is not None:
+        random.Random(seed).shuffle(rows)
+    return [Dialogue(tuple(row["turns"])) for row in rows[:num]]
+
+
+def sharegpt_dialogues(path: Path, *, num: int | None, max_chars: int, seed: int = 0) -> list[Dialogue]:
+    """Conversations of at least two turns of a person, each cut before its text is longer than `max_chars`."""
+    talks, _ = read_sharegpt(path)
+    random.Random(seed).shuffle(talks)
+    found = []
+    for talk in talks:
+        asks, answers, total = [], [], 0
+        for ask, answer in zip(talk[::2], talk[1::2], strict=False):
+            total += len(ask["value"]) + len(answer["value"])
+            if (ask["from"], answer["from"]) != ("human", "gpt") or total > max_chars:
+                break
+            asks.append(ask["value"])
+            answers.append(answer["value"])
+        if len(asks) >= 2:
+            found.append(Dialogue(tuple(asks), tuple(answers)))
+    return found[:num]
