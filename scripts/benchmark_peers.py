@@ -94,14 +94,18 @@ def run_transformers(workload: Workload, args: argparse.Namespace) -> Iterator[d
     generation = GenerationConfig(
         max_new_tokens=max(item.output_len for item in workload.items), do_sample=False, eos_token_id=-1, pad_token_id=0
     )
+    batching = ContinuousBatchingConfig()
+    if device == "cpu":  # where it would take most of the host's memory: room for all requests at once, as here
+        blocks = sum(-(-(len(item.tokens) + item.output_len) // batching.block_size) for item in workload.items)
+        batching = ContinuousBatchingConfig(num_blocks=blocks + 1, max_batch_tokens=512)
     with model.continuous_batching_context_manager(
-        generation_config=generation, continuous_batching_config=ContinuousBatchingConfig(), block=True, timeout=5
+        generation_config=generation, continuous_batching_config=batching, block=True, timeout=5
     ) as manager:
         for number, one in enumerate(repeats_of(workload, args, model.config.vocab_size)):
             before = time.perf_counter()
             num_tokens = continuous_batch(manager, one.items)
             if number == 0:
-                name = f"transformers {transformers.__version__} ({attention})"
+                name = f"transformers {transformers.__version__} ({attention.replace('|', ' ')})"
                 yield {"start_seconds": time.monotonic() - started, "name": name}
             else:
                 yield {"seconds": time.perf_counter() - before, "num_output_tokens": num_tokens}
@@ -196,10 +200,11 @@ def run_apart(name: str, file: Path, arguments: Sequence[str], seconds: float) -
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=seconds)
         printed, ended = done.stdout, f"ended with {done.returncode}"
     except subprocess.TimeoutExpired as error:
-        printed, ended = (error.stdout or b"").decode(), f"was stopped after {seconds:.0f} s"
-    found = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
-    if sum("seconds" in row for row in found) == 0 or not ended.endswith("with 0"):
-        print(f"{name} {ended}, {sum('seconds' in row for row in found)} runs done", file=sys.stderr)
+        printed = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
+        ended = f"was stopped after {seconds:.0f} s"
+    found = [json.loads(line) for line in printed.splitlines() if line.startswith("{") and line.endswith("}")]
+    if not ended.endswith("with 0"):
+        print(f"{name} {ended}, {len(rates_of(found))} runs done", file=sys.stderr)
     return found
 
 
