@@ -35,6 +35,7 @@ from runs import (
 from workloads import Dialogue, expected_hit_rate
 
 from prefix_jax import SamplingParams
+from prefix_jax.default_model import default_model_path
 
 PARTS = ("hits", "arms", "prefixes", "batches", "policies", "text")
 RATES = (0.0, 0.25, 0.5, 0.75, 0.9)
@@ -205,6 +206,8 @@ def text_figures(bench: Bench, data: Path, args: argparse.Namespace) -> Iterator
     for name, dialogues in sets:
         if time.monotonic() > args.until:
             return
+        if not dialogues:
+            continue
         on, off = (talk(bench, dialogues, arm, args.max_tokens) for arm in (ALL_ON, OFF))
         what = f"{bench.name}, {llm.dtype.name}, {name}, {len(dialogues)} dialogues, {len(on.prompts)} turns"
         yield Figure(f"{what}: hit rate", on.num_cached / sum(map(len, on.prompts)), "share", better="higher")
@@ -219,6 +222,8 @@ def text_figures(bench: Bench, data: Path, args: argparse.Namespace) -> Iterator
             data / "mmlu", num=num, encode=llm.tokenizer.encode, seed=seed, output_len=args.mmlu_tokens
         )
         workload = made.fitting(bench.max_model_len)
+        if not workload.items:
+            return
         on, off = (bench.run(workload, arm) for arm in (ALL_ON, OFF))
         what = f"{bench.name}, {llm.dtype.name}, MMLU 5-shot, {len(workload.items)} questions"
         yield from bench.hits(what, workload, [on])
@@ -263,7 +268,7 @@ def figures(bench: Bench, sizes: Sizes, parts: Sequence[str], args: argparse.Nam
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_engine_options(parser, "llama-3-8b")
+    add_engine_options(parser, None)
     add_options(parser)
     parser.add_argument("--only", nargs="+", choices=PARTS, help="default: all but text; with --data, text alone")
     parser.add_argument("--scale", type=int, default=1, help="divide all sizes, and claim nothing")
@@ -273,6 +278,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if "text" in parts and args.data is None:
             raise ValueError("real text needs --data")
+        args.model = args.model or (default_model_path() if "text" in parts else "llama-3-8b")
         sizes = Sizes.divided(args.scale)
         running = None if parts == ["text"] or args.scale > 1 else NUM_RUNNING
         bench = make_bench(args, max_num_seqs=args.max_num_seqs or running)

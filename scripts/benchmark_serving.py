@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from benchmark_throughput import add_dataset_options, describe, finish, make_workload, open_results, start_figure
+from benchmark_throughput import add_dataset_options, describe, finish, load_workload, open_results, start_figure
 from render_results import Figure
 from runs import ALL_ON, OFF, Arm, Bench, add_engine_options, make_bench
 from workloads import Item, Workload, expected_hit_rate, poisson
@@ -159,9 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.until = time.monotonic() + args.deadline
     try:
         bench = make_bench(args)
-        workload = make_workload(args, bench.vocab_size, bench.llm.tokenizer).fitting(bench.max_model_len)
-        if not workload.items:
-            raise ValueError(f"no request of {args.dataset_path or workload.name} is left")
+        workload = load_workload(args, bench)
         if None in args.request_rate and not any(item.arrival for item in workload.items):
             raise ValueError(f"--request-rate trace needs a dataset with times, got {workload.name}")
     except (ValueError, OSError, MemoryError) as error:

@@ -48,6 +48,21 @@ def shared_prefix(num: int, prefix: int, suffix: int, out: int, groups: int = 1)
     )
 
 
+def leaves(levels: Sequence[tuple[int, int]], out: int) -> Callable[[int, int], Workload]:
+    return lambda vocab_size, seed: workloads.tree(levels, output_len=out, vocab_size=vocab_size, seed=seed)
+
+
+def prefill(num: int, length: int) -> Callable[[int, int], Workload]:
+    return lambda vocab_size, seed: workloads.random_lengths([(length, 1)] * num, vocab_size=vocab_size, seed=seed)
+
+
+def sharegpt_lengths(path: Path, num: int) -> Callable[[int, int], Workload]:
+    """Always the same ones: they are shuffled with seed 0."""
+    return lambda vocab_size, seed: workloads.sharegpt(
+        path, num=num, seed=0, encode=text_encoder(None, vocab_size), vocab_size=vocab_size
+    )
+
+
 def table_lines(lengths: Path | None, scale: int = 1) -> list[Line]:
     """The project's table. lengths: of ShareGPT requests, a file for `workloads.sharegpt`; without it that line is left
     out. scale: a divisor of all sizes, for a first try; nothing then has a goal."""
@@ -79,7 +94,7 @@ def table_lines(lengths: Path | None, scale: int = 1) -> list[Line]:
     lines.append(
         Line(
             f"tree {path}, {out} out",
-            lambda vocab_size, seed: workloads.tree(levels, output_len=out, vocab_size=vocab_size, seed=seed),
+            leaves(levels, out),
             goals={"llama-3-8b": (15_000, 19_000)},
             models=None if scale > 1 else big,
         )
@@ -98,7 +113,7 @@ def table_lines(lengths: Path | None, scale: int = 1) -> list[Line]:
     lines.append(
         Line(
             f"{num} x {length} prefill",
-            lambda vocab_size, seed: workloads.random_lengths([(length, 1)] * num, vocab_size=vocab_size, seed=seed),
+            prefill(num, length),
             goals={"llama-3-8b": (42_000, 48_000)},
             models=None if scale > 1 else big,
         )
@@ -108,9 +123,7 @@ def table_lines(lengths: Path | None, scale: int = 1) -> list[Line]:
         lines.append(
             Line(
                 f"{num} ShareGPT lengths",
-                lambda vocab_size, seed: workloads.sharegpt(
-                    lengths, num=num, seed=0, encode=text_encoder(None, vocab_size), vocab_size=vocab_size
-                ),
+                sharegpt_lengths(lengths, num),
                 goals={"llama-3-8b": (18_500, 21_000)},
                 models=None if scale > 1 else big,
             )
@@ -168,6 +181,22 @@ def add_dataset_options(parser: argparse.ArgumentParser) -> None:
     add("--output-len", type=int, help="default: as the dataset says, or 128")
     add("--prefix-len", type=int, default=0, help="tokens that prompts share")
     add("--num-prefixes", type=int, help="default: 1 for prefix-repetition, 16 for generated-shared-prefix")
+
+
+def load_workload(args: argparse.Namespace, bench: Bench) -> Workload:
+    """The dataset, as far as it fits into the model; says what was left out. ValueError if nothing is left, or its
+    tokens are not the model's."""
+    made = make_workload(args, bench.vocab_size, bench.llm.tokenizer)
+    workload = made.fitting(bench.max_model_len)
+    for reason, count in workload.skipped.items():
+        print(f"{count} requests left out: {reason}")
+    if not workload.items:
+        raise ValueError(f"no request of {args.dataset_path or workload.name} is left")
+    if len(workload.items) < args.num_prompts:
+        print(f"{len(workload.items)} requests, {args.num_prompts} were asked for")
+    if (highest := max(max(item.tokens) for item in workload.items)) >= bench.vocab_size:
+        raise ValueError(f"the tokenizer does not fit the model: id {highest}, the model embeds {bench.vocab_size}")
+    return workload
 
 
 def make_workload(args: argparse.Namespace, vocab_size: int, tokenizer: Tokenizer | None) -> Workload:
@@ -229,11 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         bench = make_bench(args, max_num_seqs=args.max_num_seqs or (NUM_RUNNING if args.scale == 1 else None))
         if not args.table:
-            workload = make_workload(args, bench.vocab_size, bench.llm.tokenizer).fitting(bench.max_model_len)
-            for reason, count in workload.skipped.items():
-                print(f"{count} requests left out: {reason}")
-            if not workload.items:
-                raise ValueError(f"no request of {args.dataset_path or workload.name} is left")
+            workload = load_workload(args, bench)
     except (ValueError, OSError, MemoryError) as error:
         print(f"benchmark_throughput.py: error: {error}", file=sys.stderr)
         return 2

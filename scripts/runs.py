@@ -224,7 +224,9 @@ def cycle_to(values: Sequence[float], length: int) -> list[float]:
 
 def add_engine_options(parser: argparse.ArgumentParser, model: str | None) -> None:
     add = parser.add_argument
-    add("--model", default=model, help=f"a folder or GGUF file, or sizes with random weights: {', '.join(MODELS)}")
+    default = model or "llama-3-8b, for real text SmolLM2-135M-Instruct"
+    sizes = f"sizes with random weights: {', '.join(MODELS)}"
+    add("--model", default=model, help=f"a folder or GGUF file, or {sizes} (default: {default})")
     add("--tokenizer", type=Path, help="folder, GGUF file or tokenizer.json, gzipped or not (default: the model's own)")
     add("--dtype", default="auto", help="float32 or bfloat16 (auto: float32 on a CPU)")
     add("--load-format", default="auto", help='"dummy": random weights for the config')

@@ -27,6 +27,7 @@ from prefix_jax.tokenizer import Tokenizer
 BLOCK = 512  # tokens that a hash id of a Mooncake trace stands for
 LETTERS = "ABCD"
 MIN_TOKENS, MAX_PROMPT, MAX_TOTAL = 4, 1024, 2048  # of a ShareGPT request that is not left out
+PERSON = ("human", "user")  # as ShareGPT files call them
 MADE = ("random", "prefix-repetition", "generated-shared-prefix", "tree")
 READ = ("sharegpt", "conversations", "mooncake", "azure", "mmlu", "custom")
 
@@ -159,7 +160,7 @@ def poisson(items: Iterable[Item], rate: float, seed: int) -> list[Item]:
 
 def open_text(path: Path) -> io.TextIOBase:
     opened = gzip.open if path.suffix == ".gz" else open
-    return opened(path, "rt", encoding="utf-8", errors="replace", newline="")
+    return opened(path, "rt", encoding="utf-8-sig", errors="replace", newline="")
 
 
 def read_lines(path: Path) -> list[dict]:
@@ -168,24 +169,43 @@ def read_lines(path: Path) -> list[dict]:
 
 
 def read_array(path: Path) -> tuple[list, int]:
-    """The rows of a JSON array; of one that breaks off, those before the break, and 1 for what was lost."""
+    """The rows of a JSON array, or of one JSON value a line, and how many were lost: lines that are no JSON, and 1 for
+    an array that breaks off. ValueError if the file is something else."""
     with open_text(path) as file:
-        text = file.read()
+        text = file.read().strip()
+    if not text:
+        return [], 0
+    if text[0] == "{":
+        rows = [parsed(line) for line in text.splitlines() if line.strip()]
+        return [row for row in rows if row is not None], sum(row is None for row in rows)
     try:
-        rows, lost = json.loads(text), 0
+        rows = json.loads(text)
     except json.JSONDecodeError:
-        rows, lost = [], 1
-        decoder, at = json.JSONDecoder(), text.find("[") + 1
-        while at > 0:
-            at = next((i for i in range(at, len(text)) if not (text[i].isspace() or text[i] == ",")), len(text))
-            try:
-                row, at = decoder.raw_decode(text, at)
-            except json.JSONDecodeError:
-                break
-            rows.append(row)
+        if text[0] != "[":
+            raise ValueError(f"{path}: neither a JSON array nor JSON lines: {text[:40]!r}") from None
+        return rows_before_break(text), 1
     if not isinstance(rows, list):
         raise ValueError(f"{path}: want a JSON array, got {type(rows).__name__}")
-    return rows, lost
+    return rows, 0
+
+
+def parsed(line: str) -> object | None:
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError:
+        return None
+
+
+def rows_before_break(text: str) -> list:
+    rows, at, decoder = [], 1, json.JSONDecoder()
+    while True:
+        while at < len(text) and (text[at].isspace() or text[at] == ","):
+            at += 1
+        try:
+            row, at = decoder.raw_decode(text, at)
+        except json.JSONDecodeError:
+            return rows
+        rows.append(row)
 
 
 def read_sharegpt(path: Path) -> tuple[list[list[dict]], int]:
@@ -270,14 +290,19 @@ def is_pair(row: object) -> bool:
 def sharegpt_text(
     talks: list[list[dict]], malformed: int, *, num: int, seed: int, encode: Encode, output_len: int | None
 ) -> Workload:
-    skipped = Counter({"malformed": malformed, "fewer than two turns": sum(len(talk) < 2 for talk in talks)})
+    skipped = Counter({"malformed": malformed})
     kept = []
-    for prompt, answer, *_ in (talk for talk in talks if len(talk) >= 2):
-        tokens, length = array("i", encode(prompt["value"])), len(encode(answer["value"]))
-        if is_kept(len(tokens), length):
-            kept.append(Item(tokens, output_len or length))
+    for talk in talks:
+        if len(talk) < 2:
+            skipped["fewer than two turns"] += 1
+        elif talk[0]["from"] not in PERSON:
+            skipped["the model begins"] += 1
         else:
-            skipped["too short or too long"] += 1
+            tokens, length = array("i", encode(talk[0]["value"])), len(encode(talk[1]["value"]))
+            if is_kept(len(tokens), length):
+                kept.append(Item(tokens, output_len or length))
+            else:
+                skipped["too short or too long"] += 1
     random.Random(seed).shuffle(kept)
     return Workload("sharegpt", kept[:num], +skipped)
 
@@ -312,7 +337,7 @@ def conversation_turns(turns: Sequence[dict], encode: Encode) -> Iterator[tuple[
     history = array("i")
     for turn, answer in itertools.zip_longest(turns, turns[1:]):
         history = history + array("i", encode(turn["value"]))
-        if turn["from"] in ("human", "user") and history:
+        if turn["from"] in PERSON and history:
             yield history, len(encode(answer["value"])) if answer else 0
 
 
@@ -371,13 +396,18 @@ def write_custom(workload: Workload, path: Path) -> None:
 
 
 def mmlu(folder: Path, *, num: int | None, encode: Encode, seed: int = 0, output_len: int = 1) -> Workload:
-    """Five shots and a question for each test row, subject by subject; `num` of them, drawn without order."""
+    """Five shots and a question for each test row, subject by subject. Of `num` of them: up to 8 of each subject, the
+    subjects drawn at random."""
     shots: dict[str, list[str]] = {}
     for row in read_lines(folder / "dev.jsonl"):
         shots.setdefault(row["subject"], []).append(mmlu_text(row) + f" {LETTERS[row['answer']]}\n\n")
     rows = read_lines(folder / "test_half.jsonl.gz")
     if num is not None and num < len(rows):
-        rows = [rows[i] for i in sorted(random.Random(seed).sample(range(len(rows)), num))]
+        by_subject: dict[str, list[dict]] = {}
+        for row in rows:
+            by_subject.setdefault(row["subject"], []).append(row)
+        subjects = random.Random(seed).sample(sorted(by_subject), len(by_subject))
+        rows = [row for subject in subjects for row in by_subject[subject][:8]][:num]
     items = []
     for row in rows:
         subject = row["subject"]
@@ -420,7 +450,7 @@ def sharegpt_dialogues(path: Path, *, num: int | None, max_chars: int, seed: int
         asks, answers, total = [], [], 0
         for ask, answer in zip(talk[::2], talk[1::2], strict=False):
             total += len(ask["value"]) + len(answer["value"])
-            if (ask["from"], answer["from"]) != ("human", "gpt") or total > max_chars:
+            if ask["from"] not in PERSON or answer["from"] in PERSON or total > max_chars:
                 break
             asks.append(ask["value"])
             answers.append(answer["value"])
