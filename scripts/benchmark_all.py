@@ -23,7 +23,8 @@ FILES = {"throughput": "throughput", "serving": "serving"} | dict.fromkeys(prefi
 def part_figures(part: str, bench: Bench, args: argparse.Namespace) -> Iterator[Figure]:
     if part == "throughput":
         lines = throughput.table_lines(args.lengths, args.scale)
-        yield from throughput.table_figures(bench, lines, repeats=args.repeats, seed=args.seed, until=args.until)
+        options = {"repeats": args.repeats, "seed": args.seed, "until": args.until, "profile": args.profile}
+        yield from throughput.table_figures(bench, lines, **options)
     elif part == "serving":
         size = prefix_caching.Sizes.divided(args.scale)
         num = max([8, *(round(rate * args.seconds) for rate in args.request_rate)])
@@ -44,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--lengths", type=Path, metavar="FILE", help="of ShareGPT requests, for the table")
     parser.add_argument("--only", nargs="+", choices=FILES, default=["throughput", "arms", "serving"])
     parser.add_argument("--scale", type=int, default=1, help="divide all sizes, and claim nothing")
+    parser.add_argument(
+        "--profile", action="store_true", help="of the table: where time goes in lines that miss their goal"
+    )
     parser.set_defaults(keep=True)
     args = parser.parse_args(argv)
     args.until = time.monotonic() + args.deadline

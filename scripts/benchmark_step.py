@@ -8,7 +8,6 @@ prefill step is arithmetic: its limit is the rate of a large matrix product. Wri
 import argparse
 import dataclasses
 import gc
-import glob
 import json
 import os
 import statistics
@@ -22,7 +21,7 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 from ceilings import measure_ceilings, seconds_per_call
-from jax.profiler import ProfileData
+from profiles import profiled, time_shares
 from render_results import Figure, device_name, write_results
 from rooflines import decode_bytes, prefill_operations
 
@@ -149,32 +148,13 @@ def idle_shares(llm: LLM, batch: int, context: int, repeats: int) -> list[float]
     for _ in range(repeats):
         for _ in range(3):
             llm.engine.step()
-        with tempfile.TemporaryDirectory() as folder:
-            with jax.profiler.trace(folder):
-                for _ in range(16):
-                    llm.engine.step()
-            (path,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
-            shares += idle_share(ProfileData.from_file(path))
+        if events := profiled(lambda: [llm.engine.step() for _ in range(16)]):
+            shares.append(time_shares(events)[0])
     for request_id in list(llm.engine.sequences):
         llm.engine.abort(request_id)
     while llm.engine.has_work:
         llm.engine.step()
     return shares
-
-
-def idle_share(profile: ProfileData) -> list[float]:
-    spans = []
-    for plane in profile.planes:
-        if "GPU" in plane.name:
-            lines = [line for line in plane.lines if "Stream" in line.name]
-            spans += [(event.start_ns, event.start_ns + event.duration_ns) for line in lines for event in line.events]
-    if not spans:
-        return []
-    busy, reached = 0, 0
-    for start, end in sorted(spans):
-        busy += max(0, end - max(start, reached))
-        reached = max(reached, end)
-    return [1 - busy / (reached - min(spans)[0])]
 
 
 def first_token_times(llm: LLM, cached: int, new: int, repeats: int) -> list[float]:

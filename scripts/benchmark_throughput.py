@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import workloads
+from profiles import profiled, time_shares
 from render_results import FOLDER, Figure, Results, device_name, own_command
 from runs import ALL_ON, GROUPED, OFF, VOID, Arm, Bench, add_engine_options, gain, make_bench
 from workloads import Workload, text_encoder
@@ -132,9 +133,10 @@ def table_lines(lengths: Path | None, scale: int = 1) -> list[Line]:
 
 
 def table_figures(
-    bench: Bench, lines: Sequence[Line], *, repeats: int, seed: int, until: float = float("inf")
+    bench: Bench, lines: Sequence[Line], *, repeats: int, seed: int, until: float = float("inf"), profile: bool = False
 ) -> Iterator[Figure]:
-    """Every line's rows. until: on time.monotonic; nothing is begun after it."""
+    """Every line's rows. until: on time.monotonic; nothing is begun after it. profile: one more run of each line that
+    misses its goal shows where the time goes."""
     for line in lines:
         if time.monotonic() > until or (line.models is not None and bench.name not in line.models):
             continue
@@ -144,7 +146,10 @@ def table_figures(
         has_off = line is lines[0]  # the only one whose gain is a line of the table
         runs = bench.measure(workload, [line.arm, OFF] if has_off else [line.arm], repeats)
         what = f"{bench.name}, {line.what}"
-        yield from arm_figures(bench, what, workload, line.arm, runs[line.arm], line.goals.get(bench.name))
+        figures = list(arm_figures(bench, what, workload, line.arm, runs[line.arm], line.goals.get(bench.name)))
+        yield from figures
+        if profile and not figures[0].reached:
+            yield from profile_figures(bench, what, workload, line.arm)
         if has_off:
             share = bench.share(f"{what}, {OFF.name}", workload, OFF, runs[OFF], must=VOID)
             yield bench.speed(f"{what}, {OFF.name}", workload, runs[OFF], {})
@@ -159,6 +164,16 @@ def arm_figures(bench: Bench, what: str, workload: Workload, arm: Arm, runs, goa
     yield bench.share(what, workload, arm, runs)
     if arm.caches:
         yield from bench.hits(what, workload, runs)
+
+
+def profile_figures(bench: Bench, what: str, workload: Workload, arm: Arm) -> Iterator[Figure]:
+    """Of one more run, in percent of the time from the first kernel to the last: how long none ran, and what took most.
+    Nothing without a GPU."""
+    if events := profiled(lambda: bench.run(workload, arm)):
+        idle, shares = time_shares(events)
+        yield Figure(f"{what}: profile, device idle", 100 * idle, "%")
+        for name, share in shares.most_common(8):
+            yield Figure(f"{what}: profile, {name}", 100 * share, "%")
 
 
 def start_figure(bench: Bench) -> Figure:
@@ -253,6 +268,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-enable-prefix-caching", action="store_true", help="only the arm without a cache")
     parser.add_argument("--table", action="store_true", help="the project's set; --dataset-path: of ShareGPT lengths")
     parser.add_argument("--scale", type=int, default=1, help="of the table: divide all sizes, and claim nothing")
+    parser.add_argument(
+        "--profile", action="store_true", help="of the table: where time goes in lines that miss their goal"
+    )
     args = parser.parse_args(argv)
     started = time.monotonic()
     try:
@@ -268,7 +286,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.table:
         lines = table_lines(args.dataset_path, args.scale)
         until = started + args.deadline
-        for figure in table_figures(bench, lines, repeats=args.repeats, seed=args.seed, until=until):
+        options = {"repeats": args.repeats, "seed": args.seed, "until": until, "profile": args.profile}
+        for figure in table_figures(bench, lines, **options):
             results.add(figure)
     else:
         arms = [OFF] if args.no_enable_prefix_caching else [ALL_ON, OFF]

@@ -24,6 +24,7 @@ from workloads import Workload, expected_hit_rate
 
 from prefix_jax import LLM, SamplingParams
 
+LONGEST = 16384 + 512  # tokens of prompt and output that any part asks for
 VOID = 0.70  # of its roofline that the arm without a cache must reach, or what is measured against it means nothing
 
 
@@ -247,10 +248,12 @@ def add_engine_options(parser: argparse.ArgumentParser, model: str | None) -> No
 
 
 def make_bench(args: argparse.Namespace, **options) -> Bench:
-    """The engine that the options ask for."""
+    """The engine that the options ask for; of mere sizes, with as long a context as any part needs."""
     names = ("dtype", "load_format", "tensor_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens")
     names += ("num_pages", "page_size", "memory_fraction")
     options = {name: getattr(args, name) for name in names} | options
+    if args.model in MODELS and options["max_model_len"] is None:
+        options["max_model_len"] = min(LONGEST, MODELS[args.model].max_position)
     if args.tokenizer and not args.tokenizer.name.removesuffix(".gz").endswith(".json"):
         options["tokenizer"] = args.tokenizer
     return Bench(str(args.model), product_size=args.product, seed=0, **options)

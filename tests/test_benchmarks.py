@@ -14,6 +14,7 @@ import benchmark_peers
 import benchmark_prefix_caching
 import benchmark_serving
 import benchmark_throughput
+import profiles
 import pytest
 import render_results
 import rooflines
@@ -573,6 +574,7 @@ def test_serving_needs_times_for_a_trace(scripts, capsys):
     assert "needs a dataset with times, got random" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_one_process_writes_all_files_and_keeps_what_was_there(scripts, tmp_path):
     options = ["--scale", "64", "--request-rate", "100", "--seconds", "0.1", "--no-off"]
     found = scripts(benchmark_all, *options, "--only", "throughput", "arms", "serving", name="throughput")
@@ -663,6 +665,19 @@ def test_ratios_to_a_peer(monkeypatch, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == content
 
 
+def test_where_the_time_goes():
+    """Of 10 ns, 1 in which nothing ran; what ran side by side counts for both."""
+    events = [("gemm_12", 0, 4), ("gemm_7", 5, 8), ("attend.3", 6, 10), ("attend.3", 0, 1)]
+    idle, shares = profiles.time_shares(events)
+    assert idle == pytest.approx(0.1)
+    assert shares == {"gemm": 0.7, "attend": 0.5}
+
+
+def test_a_profile_without_a_gpu_is_empty(bench):
+    made = workloads.random_lengths([(5, 2)], vocab_size=300, seed=0)
+    assert list(benchmark_throughput.profile_figures(bench, "x", made, ALL_ON)) == []
+
+
 @pytest.mark.slow
 def test_a_process_of_its_own_runs_this_engine(tmp_path):
     """The worker's own path: an engine, the file, rows of JSON."""
@@ -676,6 +691,7 @@ def test_a_process_of_its_own_runs_this_engine(tmp_path):
     assert found[0].keys() == {"ceilings", "device"}
 
 
+@pytest.mark.slow
 def test_pictures_of_all_files(scripts, texts, tmp_path):
     pytest.importorskip("matplotlib")
     import plot_results
