@@ -80,7 +80,7 @@ def hit_figures(bench: Bench, sizes: Sizes, args: argparse.Namespace) -> Iterato
         for arm in (ALL_ON, OFF):
             yield bench.speed(f"{what}, {arm.name}", workload, runs[arm], {})
         yield bench.share(f"{what}, {ALL_ON.name}", workload, ALL_ON, runs[ALL_ON])
-        off_share = bench.share(f"{what}, {OFF.name}", workload, OFF, runs[OFF], must=VOID)
+        off_share = bench.share(f"{what}, {OFF.name}", workload, OFF, runs[OFF])
         yield off_share
         yield from bench.hits(what, workload, runs[ALL_ON])
         if rate == 0:
@@ -90,12 +90,11 @@ def hit_figures(bench: Bench, sizes: Sizes, args: argparse.Namespace) -> Iterato
         yield measured
         allowed = bench.limit_seconds(workload, OFF) / bench.limit_seconds(workload, ALL_ON)
         yield Figure(f"{what}: roofline's gain", allowed, "x", better="higher")
-        has_goal = bench.name == "llama-3-8b" and sizes.scale == 1 and off_share.value >= VOID
+        has_goal = bench.name == "llama-3-8b" and sizes.scale == 1 and not void_note(off_share)
         must, aim = GAIN_GOALS if has_goal else (None, None)
         over = [ratio / allowed for ratio in measured.repeats]
-        void = "" if off_share.value >= VOID else f" (void: cache off reaches {off_share.value:.0%} of its roofline)"
         yield Figure.median(
-            f"{bench.name}, measured cache gain ÷ roofline's gain at {rate:.0%} hits {shape}{void}",
+            f"{bench.name}, measured cache gain ÷ roofline's gain at {rate:.0%} hits {shape}{void_note(off_share)}",
             over, "x", better="higher", must=must, aim=aim,
         )  # fmt: skip
 
@@ -129,7 +128,7 @@ def sweep_figures(bench: Bench, shapes: Sequence[tuple[int, int]], sizes: Sizes,
             continue
         runs = bench.measure(workload, [OFF, AUTOMATIC, ALL_ON], args.repeats, once=[OFF])
         what = f"{bench.name}, {of}: {num} x ({prefix} shared + {sizes.suffix}), {sizes.out} out"
-        off_share = bench.share(f"{what}, {OFF.name}", workload, OFF, runs[OFF], must=VOID)
+        off_share = bench.share(f"{what}, {OFF.name}", workload, OFF, runs[OFF])
         for arm, ran in runs.items():
             yield bench.speed(f"{what}, {arm_name(arm)}", workload, ran, {})
         yield off_share

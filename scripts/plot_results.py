@@ -124,7 +124,9 @@ def bar_panel(
             )
             if mark := numbers.get("must") or numbers.get("expected"):
                 axes.plot([mark, mark], [place - 0.38, place + 0.38], color=COLORS["goal"], linewidth=2)
-            axes.text(numbers["value"], place, " " + fmt.format(numbers["value"]), va="center", fontsize=8)
+            axes.text(
+                max(numbers["value"], mark or 0), place, "  " + fmt.format(numbers["value"]), va="center", fontsize=8
+            )
         axes.set_yticks(range(len(bars)), [name for name, _ in bars], fontsize=8)
         axes.invert_yaxis()
         axes.set(title=title, xlabel=x)

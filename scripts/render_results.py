@@ -168,7 +168,8 @@ def device_name(platform: str | None = None) -> str:
 
 
 def render_readme(text: str, folder: Path = FOLDER) -> str:
-    """The README with the tables of all result files between its two markers; of long ones, the rows with a goal."""
+    """The README with the tables and pictures of all result files between its two markers; of long ones, the rows with
+    a goal."""
     before, _, rest = text.partition(START)
     _, _, after = rest.partition(END)
     tables = []
@@ -179,7 +180,8 @@ def render_readme(text: str, folder: Path = FOLDER) -> str:
         rest = f"\n\n{len(rows) - len(shown)} more rows are in `{path.name}`." if len(rows) > len(shown) else ""
         versions = f"JAX {content['versions'].get('jax', '?')}"
         title = f"`{content['command']}`, {content['device']}, {versions}, {content['date']}:"
-        tables.append(f"{title}\n\n{table(shown)}{rest}")
+        picture = f"\n\n![{path.stem}](benchmarks/results/{path.stem}.png)" if path.with_suffix(".png").exists() else ""
+        tables.append(f"{title}\n\n{table(shown)}{rest}{picture}")
     return f"{before}{START}\n{chr(10).join(f'{block}{chr(10)}' for block in tables)}{END}{after}"
 
 

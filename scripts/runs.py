@@ -7,7 +7,6 @@ The engine is built and warmed up once. Every run begins with an empty cache.
 import argparse
 import dataclasses
 import gc
-import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -202,18 +201,18 @@ class Bench:
 def gain(what: str, off: Sequence[Run], on: Sequence[Run], off_share: Figure, **goals: float | None) -> Figure:
     """How many times faster. Void, and without a goal, where the arm without a cache was slow for no reason."""
     ratios = [a / b for a, b in zip(cycle_to(seconds(off), len(on)), seconds(on), strict=True)]
-    if off_share.value < VOID:
-        what = f"{what} (void: cache off reaches {off_share.value:.0%} of its roofline)"
-        goals = {}
+    note = void_note(off_share)
+    what, goals = what + note, {} if note else goals
     return Figure.median(what, ratios, "x", better="higher", **goals)
+
+
+def void_note(off_share: Figure) -> str:
+    """What is said behind the name of a ratio that means nothing."""
+    return "" if off_share.value >= VOID else f" (void: cache off reaches {off_share.value:.0%} of its roofline)"
 
 
 def seconds(runs: Sequence[Run]) -> list[float]:
     return [run.seconds for run in runs]
-
-
-def median_seconds(runs: Sequence[Run]) -> float:
-    return statistics.median(seconds(runs))
 
 
 def cycle_to(values: Sequence[float], length: int) -> list[float]:

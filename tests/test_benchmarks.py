@@ -28,7 +28,7 @@ from workloads import Item, Workload, expected_hit_rate, novel_lens, num_distinc
 
 from prefix_jax.models.llama import LlamaConfig
 
-OPTIONS = {**SMALL, "num_pages": 128, "max_model_len": 1024}
+OPTIONS = {**SMALL, "num_pages": 128, "max_model_len": 1024, "forest": True}
 FOUR_BYTES = text_encoder(None, 10_000)  # "x" * 16 is four tokens
 
 
@@ -382,7 +382,10 @@ def test_arms_answer_alike_and_find_what_the_ids_say(bench):
     assert 5 * 32 <= cached["all on"] <= 5 * 40
     assert cached["automatic"] == cached["prefix_pos declared"] == cached["all on"]
     assert bench.llm.engine.cache.pool.num_pages == 8
+    bench.switch(runs.AUTOMATIC)
+    assert bench.llm.engine.batcher.costs is None
     bench.switch(ALL_ON)
+    assert bench.llm.engine.batcher.costs is bench.costs is not None
     assert bench.llm.engine.cache.pool.num_pages == len(bench.llm.engine.cache.pool) == 128
     with pytest.raises(ValueError, match="big: 129 pages, the store has 128"):
         bench.switch(Arm("big", num_pages=129))
@@ -716,5 +719,8 @@ def test_the_readmes_table_shows_rows_with_goals_of_long_files(tmp_path):
     shown = render_results.render_readme(text, tmp_path)
     assert shown.startswith("before\n") and shown.endswith("\nafter\n") and "old" not in shown
     assert "| row 1 | 1 x | ≤ 1 |  |" in shown and "row 2" not in shown
-    assert "12 more rows are in `many.json`." in shown
+    assert "12 more rows are in `many.json`." in shown and "![" not in shown
+    (tmp_path / "many.png").touch()
+    assert "\n\n![many](benchmarks/results/many.png)\n" in render_results.render_readme(text, tmp_path)
+    (tmp_path / "many.png").unlink()
     assert render_results.render_readme(shown, tmp_path) == shown
