@@ -31,6 +31,7 @@ from runs import (
     add_engine_options,
     gain,
     make_bench,
+    void_note,
 )
 from workloads import Dialogue, expected_hit_rate
 
