@@ -55,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "text" in args.only and args.data is None:
             raise ValueError("real text needs --data")
         bench = make_bench(args, max_num_seqs=args.max_num_seqs or (NUM_RUNNING if args.scale == 1 else None))
+        if "text" in args.only and bench.llm.tokenizer is None:
+            raise ValueError(f"real text needs a model with a tokenizer, got {args.model}")
     except (ValueError, OSError, MemoryError) as error:
         print(f"benchmark_all.py: error: {error}", file=sys.stderr)
         return 2

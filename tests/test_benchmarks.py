@@ -494,9 +494,31 @@ def test_the_full_table_has_the_goals(tmp_path):
         "16 x 8192 prefill": ({"llama-3-8b": (42_000, 48_000)}, {}),
         "1000 ShareGPT lengths": ({"llama-3-8b": (18_500, 21_000)}, {}),
     }
+    assert [line.peer for line in lines if "llama-2-7b" in line.peer] == [
+        {"llama-3-8b": 13_100, "llama-2-7b": 7_970},
+        {"llama-3-8b": 10_100, "llama-2-7b": 4_140},
+        {"llama-3-8b": 4_340, "llama-2-7b": 1_300},
+    ]
     made = {line.what: line.make(1000, 0) for line in lines[:6]}
     assert [len(workload.items) for workload in made.values()] == [1000, 256, 256, 256, 1024, 16]
     assert [len(workload.items[0].tokens) for workload in made.values()] == [700, 2112, 8256, 1856, 2176, 8192]
+
+
+@pytest.mark.parametrize("device", ["NVIDIA H200", "another"])
+def test_goals_and_the_peers_figure_belong_to_model_and_device(bench, monkeypatch, device):
+    """Of a line that is the bench's: goal, share, hits, and on the peer's own card the ratio."""
+    monkeypatch.setattr(benchmark_throughput, "device_name", lambda: device)
+    first, *others = benchmark_throughput.table_lines(None, 64)
+    goals = {"goals": {bench.name: (1e9, 2e9)}, "gains": {bench.name: (3.0, 4.0)}, "peer": {bench.name: 10.0}}
+    lines = [dataclasses.replace(first, **goals), dataclasses.replace(others[0], models=("another",))]
+    rows = list(benchmark_throughput.table_figures(bench, lines, repeats=2, seed=0))
+    speed = rows[0]
+    assert (speed.what, speed.must, speed.aim) == (f"{bench.name}, {first.what}", 1e9, 2e9)
+    assert len(speed.repeats) == 2 and not speed.reached
+    ratios = [row for row in rows if row.what.endswith("÷ vLLM 0.26's")]
+    assert [row.repeats for row in ratios] == [[rate / 10 for rate in speed.repeats]] * (device == "NVIDIA H200")
+    assert [row.must for row in rows if "cache off: share" in row.what] == [0.7]
+    assert not any(others[0].what in row.what for row in rows)
 
 
 def test_prefix_caching_has_all_its_parts(scripts):
