@@ -152,6 +152,7 @@ def policy_figures(bench: Bench, sizes: Sizes, args: argparse.Namespace) -> Iter
         runs = [bench.run(workload, arm)]
         yield bench.speed(f"{what}, {arm.name}", workload, runs, {})
         yield Figure(f"{what}, {arm.name}: hit rate", runs[0].hit_rate, "share", better="higher")
+        yield Figure(f"{what}, {arm.name}: preemptions", runs[0].num_preemptions, "")
     yield Figure(f"{what}: hit rate without limit", expected_hit_rate(workload.prompts), "share", better="higher")
 
 

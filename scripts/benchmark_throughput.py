@@ -162,9 +162,8 @@ def table_figures(
         if profile and not figures[0].reached:
             yield from profile_figures(bench, what, workload, line.arm)
         if has_off:
-            share = bench.share(f"{what}, {OFF.name}", workload, OFF, runs[OFF], must=VOID)
-            yield bench.speed(f"{what}, {OFF.name}", workload, runs[OFF], {})
-            yield share
+            yield from arm_figures(bench, f"{what}, {OFF.name}", workload, OFF, runs[OFF])
+            share = bench.share(what, workload, OFF, runs[OFF])
             must, aim = line.gains.get(bench.name, (None, None))
             yield gain(f"{what}: all on ÷ cache off", runs[OFF], runs[line.arm], share, must=must, aim=aim)
 
@@ -172,9 +171,11 @@ def table_figures(
 def arm_figures(bench: Bench, what: str, workload: Workload, arm: Arm, runs, goals=None) -> Iterator[Figure]:
     must, aim = goals or (None, None)
     yield bench.speed(what, workload, runs, {"must": must, "aim": aim})
-    yield bench.share(what, workload, arm, runs)
+    yield bench.share(what, workload, arm, runs, must=None if arm.caches else VOID)
     if arm.caches:
         yield from bench.hits(what, workload, runs)
+    if preempted := [run.num_preemptions for run in runs if run.num_preemptions]:
+        yield Figure(f"{what}: preemptions, at most", max(preempted), "")
 
 
 def profile_figures(bench: Bench, what: str, workload: Workload, arm: Arm) -> Iterator[Figure]:

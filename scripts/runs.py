@@ -82,7 +82,6 @@ class Bench:
         source, self.name = MODELS.get(model, model), model if model in MODELS else Path(model).stem
         if model in MODELS:
             load_format = "dummy"
-            dtype = "bfloat16" if dtype == "auto" and jax.devices()[0].platform != "cpu" else dtype
         on_cpu = jax.devices()[0].platform == "cpu"
         size = product_size or (1024 if on_cpu else 8192)
         self.ceilings = measure_ceilings(size, jnp.float32 if on_cpu else jnp.bfloat16)
@@ -92,7 +91,6 @@ class Bench:
         self.config = self.llm.model_config
         self.vocab_size = self.config.vocab_size
         self.costs = self.llm.engine.batcher.costs
-        self.arm = ALL_ON
 
     @property
     def max_model_len(self) -> int:
@@ -118,15 +116,11 @@ class Bench:
         engine.batcher.costs = self.costs if arm.reads_once else None
         engine.batcher.forget_rows()  # and the shared pages found so far
         self.llm.reset_prefix_cache()
-        self.arm = arm
 
-    def run(self, workload: Workload, arm: Arm, *, greedy_stop: bool = False) -> Run:
-        """Asks everything at once. greedy_stop: answers may end before their length, as the model says."""
+    def run(self, workload: Workload, arm: Arm) -> Run:
+        """Asks everything at once; every answer has the length that was asked for."""
         self.switch(arm)
-        params = [
-            SamplingParams(temperature=0, max_tokens=item.output_len, ignore_eos=not greedy_stop)
-            for item in workload.items
-        ]
+        params = [SamplingParams(temperature=0, max_tokens=item.output_len, ignore_eos=True) for item in workload.items]
         prompts = [item.tokens.tolist() for item in workload.items]
         declared = [item.shared_len or None if arm.declares else None for item in workload.items]
         mode = "readwrite" if arm.caches else "off"
