@@ -3,7 +3,7 @@
 A row's noise is Threefry of (its key, the token id): it depends on no neighbour and on no padding.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,22 +15,41 @@ from pallas_kernels import triton
 
 BLOCK = 4096  # tokens of the vocabulary that a program looks at in one go
 NUM_WARPS = 8
+BITS = 4  # of a threshold that a kernel finds in one pass over the vocabulary
+
+
+class Ruled(NamedTuple):
+    """float32 [B, V] logits with rows replaced: those with `asks` over 0 stand in `ruled`, the others in `plain`, with
+    XLA in both."""
+
+    plain: Array
+    ruled: Array
+    asks: Array  # int32 [B]
+
+    def load(self, row: Any, token: Any) -> Any:
+        """In a kernel, where the three are Refs: one row's logits, -inf behind the vocabulary."""
+        at, real, asks = triton.spread(row, token), token < self.plain.shape[1], self.asks[row] > 0
+        plain = triton.load(self.plain.at[at], mask=real & ~asks, other=-jnp.inf)
+        return jnp.maximum(plain, triton.load(self.ruled.at[at], mask=real & asks, other=-jnp.inf))
 
 
 def lowest_kept(
-    logits: Float[Array, "B V"],
+    logits: Ruled,
     temperature: Float[Array, " B"],
     top_k: Int[Array, " B"],
     top_p: Float[Array, " B"],
+    min_p: Float[Array, " B"],
     *,
     implementation: str,
 ) -> Float[Array, " B"]:
-    """The smallest logit of each row that sampling may choose: of the k largest, then of the smallest set of these with
-    a mass of at least p at this temperature; ties stay. top_k 0 and top_p 1 are off; -inf where both are."""
+    """The smallest logit of each row that sampling may choose: of the k largest that are at least min_p times as likely
+    as the best, then of the smallest set of these with a mass of at least p at this temperature; ties stay. top_k 0,
+    top_p 1 and min_p 0 are off; -inf where all are."""
     if implementation == "xla":
-        asks = jnp.any((top_k > 0) | (top_p < 1))
-        find = jax.vmap(lambda row, t, k, p: _lowest_kept(_whole(row), t, k, p))
-        return lax.cond(asks, find, lambda *_: jnp.full(top_p.shape, -jnp.inf), logits, temperature, top_k, top_p)
+        asks = jnp.any((top_k > 0) | (top_p < 1) | (min_p > 0))
+        find = jax.vmap(lambda row, *options: _lowest_kept(_whole(row), *options, bits=1))
+        nothing = jnp.full(top_p.shape, -jnp.inf)
+        return lax.cond(asks, find, lambda *_: nothing, logits.ruled, temperature, top_k, top_p, min_p)
     return triton.launch(
         _lowest_kept_kernel,
         out_shape=jax.ShapeDtypeStruct(top_p.shape, jnp.float32),
@@ -40,11 +59,11 @@ def lowest_kept(
         num_stages=2,
         interpret=implementation == "pallas_interpret",
         name="lowest_kept",
-    )(logits, temperature, top_k, top_p)
+    )(logits, temperature, top_k, top_p, min_p)
 
 
 def draw(
-    logits: Float[Array, "B V"],
+    logits: Ruled,
     lowest: Float[Array, " B"],
     temperature: Float[Array, " B"],
     key: UInt32[Array, "B 2"],
@@ -53,12 +72,14 @@ def draw(
 ) -> Int[Array, " B"]:
     """One token of each row: the argmax of logits / temperature + Gumbel noise among logits of at least `lowest`;
     temperature 0 is the argmax alone."""
+    num_rows, vocab = logits.plain.shape
     if implementation == "xla":
-        vocab = jnp.arange(logits.shape[1])
+        token = jnp.arange(vocab)
         score = jax.vmap(_scores, in_axes=(0, None, 0, 0, 0))
-        noisy = lax.cond(jnp.any(temperature > 0), score, lambda x, *_: x, logits, vocab, lowest, temperature, key)
+        is_random = jnp.any(temperature > 0)
+        noisy = lax.cond(is_random, score, lambda x, *_: x, logits.ruled, token, lowest, temperature, key)
         return jnp.argmax(noisy, axis=1).astype(jnp.int32)
-    num_rows, num_blocks = logits.shape[0], pl.cdiv(logits.shape[1], BLOCK)
+    num_blocks = pl.cdiv(vocab, BLOCK)
     best, token = triton.launch(
         _draw_kernel,
         out_shape=[jax.ShapeDtypeStruct((num_rows, num_blocks), dtype) for dtype in (jnp.float32, jnp.int32)],
@@ -97,70 +118,77 @@ def threefry(key_0: Any, key_1: Any, x0: Any, x1: Any) -> tuple[Any, Any]:
     return x0, x1
 
 
-def _draw_kernel(logits_ref, lowest_ref, temperature_ref, key_ref, best_ref, token_ref):
+def _draw_kernel(logits: Ruled, lowest_ref, temperature_ref, key_ref, best_ref, token_ref):
     """One program for a (row, BLOCK tokens): the best score and whose it is."""
     row, block = pl.program_id(0), pl.program_id(1)
-    vocab = logits_ref.shape[1]
     token = block * BLOCK + lax.iota(jnp.int32, BLOCK)
-    at = triton.spread(row, token)
-    logits = triton.load(logits_ref.at[at], mask=token < vocab, other=-jnp.inf)
-    temperature = temperature_ref[row]
+    values, temperature = logits.load(row, token), temperature_ref[row]
     scores = lax.cond(
         temperature > 0,
-        lambda: _scores(logits, token, lowest_ref[row], temperature, (key_ref[row, 0], key_ref[row, 1])),
-        lambda: logits,
+        lambda: _scores(values, token, lowest_ref[row], temperature, (key_ref[row, 0], key_ref[row, 1])),
+        lambda: values,
     )
     best = scores.max(axis=0)
     best_ref[row, block] = best
-    token_ref[row, block] = jnp.where(scores == best, token, vocab - 1).min(axis=0)
+    token_ref[row, block] = jnp.where(scores == best, token, logits.plain.shape[1] - 1).min(axis=0)
 
 
-def _lowest_kept_kernel(logits_ref, temperature_ref, top_k_ref, top_p_ref, lowest_ref):
+def _lowest_kept_kernel(logits: Ruled, temperature_ref, top_k_ref, top_p_ref, min_p_ref, lowest_ref):
     """One program for a row; one that asks for nothing ends at once."""
     row = pl.program_id(0)
-    vocab = logits_ref.shape[1]
-    top_k, top_p = top_k_ref[row], top_p_ref[row]
-    num_blocks = ((top_k > 0) | (top_p < 1)).astype(jnp.int32) * pl.cdiv(vocab, BLOCK)
+    top_k, top_p, min_p = top_k_ref[row], top_p_ref[row], min_p_ref[row]
+    asks = (top_k > 0) | (top_p < 1) | (min_p > 0)
+    num_blocks = asks.astype(jnp.int32) * pl.cdiv(logits.plain.shape[1], BLOCK)
 
     def reduce(combine, start, value):
         def body(i, carry):
-            token = i * BLOCK + lax.iota(jnp.int32, BLOCK)
-            at = triton.spread(row, token)
-            return combine(carry, value(triton.load(logits_ref.at[at], mask=token < vocab, other=-jnp.inf)))
+            return combine(carry, value(logits.load(row, i * BLOCK + lax.iota(jnp.int32, BLOCK))))
 
         return lax.fori_loop(0, num_blocks, body, start)
 
-    lowest_ref[row] = _lowest_kept(reduce, temperature_ref[row], top_k, top_p)
+    lowest_ref[row] = _lowest_kept(reduce, temperature_ref[row], top_k, top_p, min_p, bits=BITS)
 
 
 def _whole(row):
     """The reduction of a row that is all at hand."""
 
     def reduce(combine, start, value):
-        return combine(jnp.asarray(start, jnp.float32), value(row))
+        return combine(jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), start), value(row))
 
     return reduce
 
 
-def _lowest_kept(reduce, temperature, top_k, top_p):
-    """For one row, whose logits are seen through `reduce(combine, start, value of a block)` alone."""
-    add = lambda total, values: total + values.sum(axis=0)  # noqa: E731
+def _lowest_kept(reduce, temperature, top_k, top_p, min_p, *, bits):
+    """For one row, whose logits are seen through `reduce(combine, start, value of a block)` alone; `bits` of a
+    threshold are found in one pass over them."""
     peak = reduce(lambda peak, x: jnp.maximum(peak, x.max(axis=0)), jnp.float32(-jnp.inf), lambda x: x)
-    scale = 1 / jnp.where(temperature > 0, temperature, 1)
+    temperature = jnp.where(temperature > 0, temperature, 1)
+
+    def add(totals, values):
+        return tuple(total + value.sum(axis=0) for total, value in zip(totals, values, strict=True))
 
     def find(weight, target):
         """The largest t, in the order of the floats' bits, such that the weights of {x >= t} sum to the target."""
 
-        def set_bit(i, found):
-            candidate = found | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
-            reached = reduce(add, jnp.float32(0), lambda x: jnp.where(_ordered(x) >= candidate, weight(x), 0.0))
-            return jnp.where(reached >= target, candidate, found)
+        def set_bits(i, found):
+            shift = (32 - bits * (i + 1)).astype(jnp.uint32)
+            candidates = [found | (jnp.uint32(digit) << shift) for digit in range(1, 2**bits)]
 
-        return lax.fori_loop(0, (target > 0).astype(jnp.int32) * 32, set_bit, jnp.uint32(0))
+            def reached(x):
+                ordered, weights = _ordered(x), weight(x)
+                return tuple(jnp.where(ordered >= candidate, weights, 0.0) for candidate in candidates)
+
+            totals = reduce(add, (jnp.float32(0),) * len(candidates), reached)
+            digit = sum((total >= target).astype(jnp.uint32) for total in totals)
+            return found | (digit << shift)
+
+        return lax.fori_loop(0, (target > 0).astype(jnp.int32) * (32 // bits), set_bits, jnp.uint32(0))
 
     kept = find(jnp.ones_like, top_k.astype(jnp.float32))
-    mass = lambda x: jnp.where(_ordered(x) >= kept, jnp.exp((x - peak) * scale), 0.0)  # noqa: E731
-    total = reduce(add, jnp.float32(0), mass)
+    likely = peak + jnp.log(jnp.maximum(min_p, 1e-38)) * temperature
+    kept = jnp.maximum(kept, jnp.where(min_p > 0, _ordered(likely), 0))
+    mass = lambda x: jnp.where(_ordered(x) >= kept, jnp.exp((x - peak) / temperature), 0.0)  # noqa: E731
+    (total,) = reduce(add, (jnp.float32(0),), lambda x: (mass(x),))
     target = jnp.where(top_p < 1, jnp.maximum(top_p, 1e-20) * total, 0)
     return _unordered(jnp.maximum(kept, find(mass, target)))
 

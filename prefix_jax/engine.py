@@ -6,10 +6,10 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
 from threading import RLock
@@ -19,19 +19,34 @@ import jax
 import numpy as np
 
 from pallas_kernels import default_implementation, is_compiled
+from pallas_kernels.logprobs import Logprobs
 from prefix_jax import eviction, policies
 from prefix_jax.host_tier import HostTier
 from prefix_jax.kv_store import measure_scales, page_bytes
 from prefix_jax.models.llama import Llama
+from prefix_jax.output_text import OutputText
 from prefix_jax.prefix_cache import HitEnd, PrefixCache
 from prefix_jax.prefix_pool import PrefixPool
-from prefix_jax.request import CompletionOutput, Request, RequestMetrics, RequestOutput, Sequence, refused_output
+from prefix_jax.request import (
+    CompletionOutput,
+    Logprob,
+    PositionLogprobs,
+    Request,
+    RequestMetrics,
+    RequestOutput,
+    Sequence,
+    TokenLogprobs,
+    refused_output,
+)
 from prefix_jax.runner import Runner
-from prefix_jax.scheduler import Scheduler, StepPlan
+from prefix_jax.sampler import LogitsProcessor
+from prefix_jax.scheduler import Chunk, Scheduler, StepPlan
 from prefix_jax.tiling import make_batcher
-from prefix_jax.tokenizer import IncrementalDecoder, Tokenizer
+from prefix_jax.token_rules import TokenRules
+from prefix_jax.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+GOLDEN = 0x9E3779B97F4A7C15  # odd: the seeds of a request's answers differ
 STAGED_BYTES = 2**29  # of the device's memory, for pages that come back before their sequence is admitted
 SAMPLE_TEXT = Path(__file__).parent / "data" / "system_prompt.txt"  # over which the range of K and V is measured
 
@@ -49,7 +64,8 @@ class EngineConfig:
     implementation, by name. host_memory_gib: of the host's memory, where evicted pages go and come back from. kv_dtype:
     "float8_e4m3fn" halves the bytes of K and V, at a loss. forest: read pages that running sequences share once for all
     of them. bitwise: attention whose bits depend on the sequence alone, however it is chunked and whatever it shares;
-    slower. check: recount the cache after every step, for debugging.
+    slower. logits_processors: by name, functions of one row's logits (sampler.LogitsProcessor) that JAX can trace, for
+    requests that name them. check: recount the cache after every step, for debugging.
     """
 
     page_size: int = 16
@@ -69,6 +85,7 @@ class EngineConfig:
     kv_dtype: str | None = None
     forest: bool | None = None
     bitwise: bool = False
+    logits_processors: Mapping[str, LogitsProcessor] = field(default_factory=dict)
     seed: int | None = 0
     check: bool = False
 
@@ -96,6 +113,9 @@ class EngineConfig:
         if not callable(self.schedule_policy) and self.schedule_policy not in policies.POLICIES:
             names = ", ".join(policies.POLICIES)
             raise ValueError(f"schedule_policy must be one of {names}, or a Policy, got {self.schedule_policy!r}")
+        processors = self.logits_processors
+        if not isinstance(processors, Mapping) or not all(map(callable, processors.values())) or len(processors) > 30:
+            raise ValueError(f"logits_processors must be a dict of name to function, at most 30, got {processors!r}")
         if self.eviction_policy not in (None, *eviction.POLICIES):
             names = ", ".join(eviction.POLICIES)
             raise ValueError(f"eviction_policy must be one of {names}, got {self.eviction_policy!r}")
@@ -107,6 +127,7 @@ class InFlight:
 
     plan: StepPlan
     tokens: jax.Array
+    logprobs: Logprobs | None = None
     spilled: Iterable[Any] = ()  # pages read into host memory before it
 
 
@@ -146,13 +167,14 @@ class Engine:
             memory_fraction=config.memory_fraction,
             attention=attention,
             scales=scales,
+            processors=tuple(config.logits_processors.values()),
             use_tqdm=use_tqdm,
         )
         self.tier = self._make_tier()
         self.warmup_seconds = time.monotonic() - started
         self.random = random.Random(config.seed)
-        self.sequences: dict[str, Sequence] = {}  # unfinished, by request id
-        self.decoders: dict[str, IncrementalDecoder] = {}  # of those with stop strings
+        self.sequences: dict[str, list[Sequence]] = {}  # of unfinished requests, by their ids
+        self.streamed: list[Sequence] = []  # those with new tokens to give out
         self.lock = RLock()
         self.commands: SimpleQueue[tuple[Callable[[], Any], Future]] = SimpleQueue()
         self.num_added = 0
@@ -215,17 +237,18 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queues a request. ValueError if its id is in use, or its prompt can never fit into the pool."""
         self._check_new([request])
-        sequence = self._make_sequence(request)
-        self.scheduler.add(sequence)
-        self._register(sequence)
+        sequences = self._make_sequences(request)
+        for sequence in sequences:
+            self.scheduler.add(sequence)
+        self._register(sequences)
 
     def add_batch(self, requests: list[Request]) -> None:
         """Queues all or, with ValueError, none. What is known together can be planned together."""
         self._check_new(requests)
-        batch = [self._make_sequence(request) for request in requests]
-        self.scheduler.add_batch(batch)
-        for sequence in batch:
-            self._register(sequence)
+        batch = [self._make_sequences(request) for request in requests]
+        self.scheduler.add_batch([sequence for sequences in batch for sequence in sequences])
+        for sequences in batch:
+            self._register(sequences)
 
     def _check_new(self, requests: list[Request]) -> None:
         ids = set(self.sequences)
@@ -237,18 +260,48 @@ class Engine:
                 raise ValueError(f"a prompt of {length} tokens, max_model_len is {self.max_model_len}")
             self.scheduler.check_fits(length)
 
-    def _make_sequence(self, request: Request) -> Sequence:
-        seed = request.sampling.seed
-        self.num_added += 1
-        return Sequence(request, self.num_added - 1, self.random.getrandbits(64) if seed is None else seed)
+    def _make_sequences(self, request: Request) -> list[Sequence]:
+        """The answers to a request, the first of which leads."""
+        sampling = request.sampling
+        seed = self.random.getrandbits(64) if sampling.seed is None else sampling.seed
+        rules = self._make_rules(request) if sampling.has_rules else None
+        sequences: list[Sequence] = []
+        for index in range(sampling.n):
+            of_index = (seed + index * GOLDEN) % 2**64
+            sequence = Sequence(request, self.num_added, of_index, index, sequences[0] if sequences else None)
+            sequence.rules = rules
+            if self.tokenizer is not None and (sampling.stop or (request.streams and sampling.detokenize)):
+                sequence.text = OutputText(self.tokenizer, request.prompt_token_ids, sampling)
+            self.num_added += 1
+            sequences.append(sequence)
+        return sequences
 
-    def _register(self, sequence: Sequence) -> None:
-        request = sequence.request
-        self.sequences[request.request_id] = sequence
-        if request.sampling.stop:
-            self.decoders[request.request_id] = self._decoder(sequence)
-        if request.max_len <= sequence.prompt_len:
-            self.scheduler.finish(sequence, "length", f"the prompt fills the context of {self.max_model_len} tokens")
+    def _make_rules(self, request: Request) -> TokenRules:
+        sampling, known = request.sampling, self.config.logits_processors
+        numbers = [
+            number
+            for number, (name, process) in enumerate(known.items())
+            if name in sampling.logits_processors or process in sampling.logits_processors
+        ]
+        return TokenRules(
+            sampling,
+            len(request.prompt_token_ids),
+            self.runner.config.vocab_size,
+            end_ids={*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_ids)},
+            bad_words=[ids for word in sampling.bad_words for ids in self.tokenizer.encode_word(word)],
+            processors=numbers,
+        )
+
+    def _register(self, sequences: list[Sequence]) -> None:
+        request = sequences[0].request
+        self.sequences[request.request_id] = sequences
+        for sequence in sequences:
+            if request.max_len <= sequence.prompt_len <= sequence.scored_len:
+                self._finish_at_prompt(sequence)
+
+    def _finish_at_prompt(self, sequence: Sequence) -> None:
+        full = f"the prompt fills the context of {self.max_model_len} tokens"
+        self.scheduler.finish(sequence, "length", None if sequence.request.sampling.max_tokens == 0 else full)
 
     def call(self, do: Callable[[], Any]) -> Any:
         """What `do` returns or raises, done between two steps. Safe from any thread; waits for a step at most."""
@@ -333,7 +386,8 @@ class Engine:
             return None
         self.num_steps += 1
         spilled = self.tier.take_unsettled() if self.tier is not None else ()
-        return InFlight(plan, self.runner.dispatch(self.batcher.build(plan)), spilled)
+        tokens, logprobs = self.runner.dispatch(self.batcher.build(plan))
+        return InFlight(plan, tokens, logprobs, spilled)
 
     def spill(self) -> None:
         """Reads evicted pages into host memory, before anything is written into them. If that fails they are lost."""
@@ -362,22 +416,40 @@ class Engine:
             self.collected_time = time.monotonic()  # the step that has just started is the first of some
             return
         tokens = np.asarray(self.in_flight.tokens).tolist()
+        logprobs = _LogprobsReader(self.in_flight.logprobs) if self.in_flight.logprobs is not None else None
         if self.in_flight.spilled:
             self.tier.settle(self.in_flight.spilled, self.runner.to_host)
         plan, self.in_flight = self.in_flight.plan, None
         now = time.monotonic()
         self._observe(plan, now)
-        for chunk in plan.chunks:
-            sequence = chunk.sequence
+        for read, chunk in plan.numbered_reads():
+            sequence, sampling = chunk.sequence, chunk.sequence.request.sampling
             sequence.pending -= chunk.samples
             if sequence.finish_reason is not None:
                 continue  # aborted, or found finished one step late: the token is dropped
             if chunk.samples:
                 sequence.tokens.append(tokens[chunk.row])
                 sequence.first_token_time = sequence.first_token_time or now
+                if sampling.logprobs is not None:
+                    sequence.logprobs.append(logprobs.read(read, sequence.tokens[-1], sampling.logprobs))
             self.scheduler.settle(sequence)
             if chunk.samples:
                 self._finish_if_done(sequence)
+        for first, index in plan.numbered_scores():
+            self._take_scores(plan.chunks[index], first, logprobs)
+
+    def _take_scores(self, chunk: Chunk, first: int, logprobs: _LogprobsReader) -> None:
+        """Of the prompt's tokens behind the positions that the chunk scored."""
+        sequence = chunk.sequence
+        if sequence.finish_reason is not None:
+            return
+        begin = chunk.score_end - chunk.num_scored + 1
+        for i, token in enumerate(sequence.tokens[begin : chunk.score_end + 1]):
+            found = logprobs.read(first + i, token, sequence.request.sampling.prompt_logprobs)
+            sequence.prompt_logprobs.append(found)
+        done = sequence.request.score_from + len(sequence.prompt_logprobs) == sequence.prompt_len
+        if done and sequence.request.max_len <= sequence.prompt_len:
+            self._finish_at_prompt(sequence)
 
     def _observe(self, plan: StepPlan, now: float) -> None:
         """While one step follows the other, the time between their results is what the step took."""
@@ -388,96 +460,124 @@ class Engine:
 
     def _finish_if_done(self, sequence: Sequence) -> None:
         sampling, token = sequence.request.sampling, sequence.tokens[-1]
+        if sequence.request.streams:
+            self.streamed.append(sequence)
         if token in self.eos_ids and not sampling.ignore_eos:
             self.scheduler.finish(sequence, "stop")
         elif token in sampling.stop_token_ids:
             self.scheduler.finish(sequence, "stop", token)
-        elif (stop := self._find_stop(sequence)) is not None:
+        elif sequence.text is not None and (stop := sequence.text.push(token)) is not None:
             self.scheduler.finish(sequence, "stop", stop)
         elif len(sequence.tokens) >= sequence.request.max_len:
             self.scheduler.finish(sequence, "length")
 
-    def _find_stop(self, sequence: Sequence) -> str | None:
-        """The stop string that the last token completed, if any; the text then ends before it."""
-        decoder = self.decoders.get(sequence.request.request_id)
-        if decoder is None:
-            return None
-        before = len(sequence.text or "")
-        sequence.text = (sequence.text or "") + decoder.push(sequence.tokens[-1])
-        found = []
-        for stop in sequence.request.sampling.stop:
-            position = sequence.text.find(stop, max(0, before - len(stop) + 1))
-            if position >= 0:
-                found.append((position, stop))
-        if not found:
-            return None
-        position, stop = min(found)
-        sequence.text = sequence.text[:position]
-        return stop
-
     def _abort(self, request_id: str) -> None:
-        sequence = self.sequences.get(request_id)
-        if sequence is not None and sequence.finish_reason is None:
-            self.scheduler.finish(sequence, "abort")
+        for sequence in self.sequences.get(request_id, ()):
+            if sequence.finish_reason is None:
+                self.scheduler.finish(sequence, "abort")
 
     def _take_outputs(self) -> list[RequestOutput]:
-        """Of what finished. One that cannot be made ends with its error; the others are not lost."""
+        """Of what finished, and of what streams. One that cannot be made ends with its error; no other is lost."""
         outputs = []
+        while self.streamed:
+            sequence = self.streamed.pop(0)
+            if sequence.finish_reason is None:
+                outputs.append(self._output(sequence.request, [sequence], finished=False))
         while self.scheduler.finished:
             sequence = self.scheduler.finished[0]
             sequence.finished_time = sequence.finished_time or time.monotonic()
+            request = sequence.request
+            answers = self.sequences[request.request_id]
+            left = (other.request for other in self.scheduler.finished[1:]) if len(answers) > 1 else ()
+            finished = all(answer.finish_reason is not None for answer in answers) and request not in left
             try:
-                output = self._output(sequence)
+                if finished or request.streams:
+                    outputs.append(self._output(request, [sequence] if request.streams else answers, finished=finished))
             except Exception as error:
-                log.exception("the output of request %s cannot be made", sequence.request.request_id)
-                output = refused_output(sequence.request.request_id, sequence.request.prompt, str(error))
-            outputs.append(output)
-            del self.scheduler.finished[0], self.sequences[sequence.request.request_id]
+                log.exception("the output of request %s cannot be made", request.request_id)
+                self._abort(request.request_id)
+                outputs.append(refused_output(request.request_id, request.prompt, str(error)))
+                finished = True
+            del self.scheduler.finished[0]
+            if finished:
+                del self.sequences[request.request_id]
         return outputs
 
-    def _output(self, sequence: Sequence) -> RequestOutput:
-        request = sequence.request
-        token_ids = sequence.output_token_ids
-        answer = CompletionOutput(0, self._text(sequence), token_ids, sequence.finish_reason, sequence.stop_reason)
+    def _output(self, request: Request, answers: list[Sequence], *, finished: bool) -> RequestOutput:
+        """Of all answers to a request, or of what is new in one of them."""
+        leader = answers[0].leader or answers[0]
+        scored = None
+        if leader.is_scoring and finished:
+            unscored = len(request.prompt_token_ids) - len(leader.prompt_logprobs)
+            scored = [None] * unscored + [self._spell_logprobs(found) for found in leader.prompt_logprobs]
         return RequestOutput(
             request.request_id,
             request.prompt,
             list(request.prompt_token_ids),
-            [answer],
-            num_cached_tokens=sequence.num_cached_tokens or 0,
-            num_published_tokens=sequence.num_published_tokens,
-            hit_end=self._spell(sequence.hit_end),
-            metrics=RequestMetrics(request.arrival_time, sequence.first_token_time, sequence.finished_time),
-            seed=sequence.seed,
+            [self._completion(answer) for answer in answers],
+            num_cached_tokens=leader.num_cached_tokens or 0,
+            num_published_tokens=sum(answer.num_published_tokens for answer in answers),
+            hit_end=self._spell(leader.hit_end),
+            prompt_logprobs=scored,
+            metrics=RequestMetrics(request.arrival_time, leader.first_token_time, answers[-1].finished_time),
+            seed=leader.seed,
+            finished=finished,
+        )
+
+    def _completion(self, sequence: Sequence) -> CompletionOutput:
+        """An answer, or where it streams what is new in it."""
+        first = sequence.num_given
+        token_ids = sequence.output_token_ids[first:]
+        if sequence.request.streams:
+            sequence.num_given += len(token_ids)
+        asked = sequence.request.sampling.logprobs is not None
+        return CompletionOutput(
+            sequence.index,
+            self._text(sequence),
+            token_ids,
+            sequence.finish_reason,
+            sequence.stop_reason,
+            logprobs=[self._spell_logprobs(found) for found in sequence.logprobs[first:]] if asked else None,
+            cumulative_logprob=sum(found.logprob for found in sequence.logprobs) if asked else None,
         )
 
     def _spell(self, end: HitEnd | None) -> HitEnd | None:
         """With its tokens as text."""
         if end is None or self.tokenizer is None or end.token is None:
             return end
-        tokens = end.token, end.cached_token
-        text, cached = (t if t is None else self.tokenizer.decode([t], skip_special_tokens=False) for t in tokens)
-        return replace(end, text=text, cached_text=cached)
+        return replace(end, text=self._spell_token(end.token), cached_text=self._spell_token(end.cached_token))
+
+    def _spell_token(self, token: int | None) -> str | None:
+        if token is None or self.tokenizer is None:
+            return None
+        return self.tokenizer.decode([token], skip_special_tokens=False)
+
+    def _spell_logprobs(self, found: TokenLogprobs) -> PositionLogprobs:
+        likeliest = zip(found.top_tokens, found.top_logprobs, strict=True)
+        spelled = {found.token: Logprob(found.logprob, found.rank, self._spell_token(found.token))}
+        for rank, (token, logprob) in enumerate(likeliest, start=1):
+            spelled.setdefault(token, Logprob(logprob, rank, self._spell_token(token)))
+        return spelled
 
     def _text(self, sequence: Sequence) -> str:
-        decoder = self.decoders.pop(sequence.request.request_id, None)
-        if isinstance(sequence.stop_reason, str) and sequence.finish_reason == "stop":
-            return sequence.text
-        if decoder is not None:
-            return (sequence.text or "") + decoder.flush()
-        if self.tokenizer is None:
-            return ""
+        """All of it, or where it streams what is new and certain."""
+        request = sequence.request
+        if sequence.text is not None:
+            if sequence.finish_reason is not None:
+                sequence.text.finish()
+            return sequence.text.take()
         token_ids = sequence.output_token_ids
-        if not token_ids:
-            return ""
         if sequence.finish_reason == "stop":
             token_ids.pop()  # the token that ended it is no text
-        request = sequence.request
-        return self.tokenizer.decode_output(request.prompt_token_ids, token_ids, request.sampling.skip_special_tokens)
-
-    def _decoder(self, sequence: Sequence) -> IncrementalDecoder:
-        request = sequence.request
-        return IncrementalDecoder(self.tokenizer, request.prompt_token_ids, request.sampling.skip_special_tokens)
+        if self.tokenizer is None or not token_ids or not request.sampling.detokenize:
+            return ""
+        sampling = request.sampling
+        return self.tokenizer.decode_output(
+            request.prompt_token_ids,
+            token_ids,
+            sampling.skip_special_tokens,
+            sampling.spaces_between_special_tokens,
+        )
 
     def _recover(self, error: Exception) -> None:
         """The device failed and may have lost the store, which was donated: a fresh one, an empty cache, and every
@@ -500,7 +600,19 @@ class Engine:
         self.batcher.forget_rows()
         self._make_host_half()
         self.scheduler.finished, self.scheduler.counts = finished, counts
-        unfinished = [sequence for sequence in self.sequences.values() if sequence.finish_reason is None]
+        sequences = (sequence for answers in self.sequences.values() for sequence in answers)
+        unfinished = [sequence for sequence in sequences if sequence.finish_reason is None]
         for sequence in unfinished:
             sequence.reset()
         self.scheduler.add_batch(unfinished)
+
+
+class _LogprobsReader:
+    """The log-probabilities of one step, on the host."""
+
+    def __init__(self, found: Logprobs):
+        self.logprob, self.rank, self.top_tokens, self.top_logprobs = map(np.asarray, found)
+
+    def read(self, index: int, token: int, num_top: int) -> TokenLogprobs:
+        top = self.top_tokens[index, :num_top].tolist(), self.top_logprobs[index, :num_top].tolist()
+        return TokenLogprobs(token, float(self.logprob[index]), int(self.rank[index]), *top)

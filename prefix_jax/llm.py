@@ -7,7 +7,7 @@ import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from numbers import Integral
 from pathlib import Path
 from queue import SimpleQueue
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from tqdm import tqdm
 
+from prefix_jax.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from prefix_jax.cache_report import CacheReport, make_report
 from prefix_jax.engine import Engine, EngineConfig
 from prefix_jax.models.llama import LlamaConfig
@@ -26,6 +27,7 @@ from prefix_jax.prefix_pool import Encoded, Prefix, PrefixPool
 from prefix_jax.prompts import Prompt, PromptReader
 from prefix_jax.request import Request, RequestOutput, SamplingParams, refused_output
 from prefix_jax.saved_prefixes import SavedPrefix, load_prefixes, save_prefixes
+from prefix_jax.scoring import Score, make_score, split_tokens
 from prefix_jax.tokenizer import Tokenizer
 from prefix_jax.weights import checkpoint_dtype, load_model, read_config
 
@@ -76,6 +78,7 @@ class LLM:
             max_model_len=self.engine.max_model_len,
             check_fits=lambda length: self.engine.scheduler.check_fits(length),
             is_taken=lambda request_id: request_id in self.engine.sequences,
+            logits_processors=config.logits_processors,
         )
         self.prefixes.encode, self.prefixes.compute = self.reader.encode_prefix, self._compute_prefixes
         self.prefixes.write, self.prefixes.read = self._write_prefixes, self._read_prefixes
@@ -122,9 +125,11 @@ class LLM:
         """One result for each prompt, in the order of the prompts.
 
         prompts: strings, lists of token ids, or dicts with `prompt`, `prompt_token_ids` or `messages` (which go through
-        the chat template), and optionally `request_id`, `cache_salt`, `priority` (an integer, 0 where it is not given;
+        the chat template, with `tools`, `chat_template`, `add_generation_prompt` and `continue_final_message` where
+        given), and optionally `request_id`, `cache_salt`, `priority` (an integer, 0 where it is not given;
         the higher starts sooner under that policy, and its pages are evicted later) and `ttl` (seconds after its end
-        for which its pages are worth keeping). sampling_params: one for all or one each.
+        for which its pages are worth keeping) and `score_from` (the first token that prompt_logprobs are wanted of).
+        sampling_params: one for all or one each.
         prefix_pos: the first so many tokens of a prompt (at most what it has) are a prefix to keep; one for all or one,
         or None, each. prefix: what stands before the prompt: a handle, the name of one, or text, which is then a prefix
         to keep; one for all or one each. cache_mode: "read" leaves nothing in the cache, "write" takes nothing from it,
@@ -136,25 +141,98 @@ class LLM:
         if on_error not in ("raise", "return"):
             raise ValueError(f'on_error must be "raise" or "return", got {on_error!r}')
         prompts = _as_list(prompts)
-        params = _one_each("sampling_params", sampling_params or SamplingParams(), len(prompts), SamplingParams)
-        positions = _one_each("prefix_pos", prefix_pos, len(prompts), (int, np.integer, type(None)))
-        positions = [None if position is None else int(position) for position in positions]
-        before = _one_each("prefix", prefix, len(prompts), (Prefix, str, type(None)))
-        modes = _one_each("cache_mode", cache_mode, len(prompts), str)
-        requests, errors = self.reader.read(prompts, params, positions, before, modes)
+        requests, errors = self._read(prompts, sampling_params, prefix_pos, prefix, cache_mode)
         if errors and on_error == "raise":
             raise ValueError(_describe(errors, len(prompts)))
-        results = {index: _refused(prompts[index], error) for index, error in errors.items()}
+        results = {index: _refused(prompts[index], error, index) for index, error in errors.items()}
         for index in sorted(results) if on_output else ():
             on_output(results[index])
-        good = {request.request_id: index for index, request in requests.items()}
-        with tqdm(total=len(good), desc="generating", unit="req", disable=not use_tqdm) as progress:
-            for output in self._run([requests[i] for i in good.values()]):
-                results[good[output.request_id]] = output
+        with tqdm(total=len(requests), desc="generating", unit="req", disable=not use_tqdm) as progress:
+            for output in self._run(requests):
+                results[output.index] = output
                 progress.update()
                 if on_output:
                     on_output(output)
         return [results[index] for index in range(len(prompts))]
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prefix_pos: int | Sequence[int | None] | None = None,
+        *,
+        prefix: Prefix | str | Sequence[Prefix | str | None] | None = None,
+        cache_mode: str | Sequence[str] = "readwrite",
+    ) -> Iterator[RequestOutput]:
+        """What is new in one answer at a time, as it is ready, for all prompts at once: `index` says which prompt's,
+        `outputs` has the one answer that went on, and the last of a prompt is `finished`. All texts of an answer
+        together are its text: only whole characters come, and nothing that may still become a stop string. Arguments
+        are those of `generate`; ValueError comes now, before anything runs. Left early, it ends what is unfinished.
+        """
+        prompts = _as_list(prompts)
+        requests, errors = self._read(prompts, sampling_params, prefix_pos, prefix, cache_mode, streams=True)
+        if errors:
+            raise ValueError(_describe(errors, len(prompts)))
+        return self._run(requests)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Answers one conversation or many, through a Jinja template: the checkpoint's, or `chat_template`. To go on
+        with a last message of the assistant, say add_generation_prompt=False, continue_final_message=True. tools: JSON
+        schemas that the template is given. options: those of `generate`."""
+        if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+            raise ValueError(f"messages must be a conversation or a list of them, got {messages!r:.80}")
+        conversations = [messages] if isinstance(messages[0], Mapping) else messages
+        how = {
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+        }
+        return self.generate([{"messages": chat, **how} for chat in conversations], sampling_params, **options)
+
+    def encode(self, texts: str | Sequence[str]) -> list[int] | list[list[int]]:
+        """The token ids that `generate` makes of a text, or of each of several."""
+        if self.tokenizer is None:
+            raise ValueError("text needs a tokenizer, and this model was loaded without one")
+        if isinstance(texts, str):
+            return self.tokenizer.encode(texts)
+        return [self.tokenizer.encode(text) for text in texts]
+
+    def score(
+        self,
+        prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
+        continuations: Sequence[str | Sequence[int]],
+        *,
+        use_tqdm: bool = True,
+    ) -> list[Score]:
+        """How likely each continuation is behind its prompt, or all behind one; what prompts share is computed once.
+        See scoring.split_tokens for where a text's prompt ends. ValueError for what cannot be scored."""
+        prompts = _as_list(prompts)
+        if len(prompts) == 1:
+            prompts = prompts * len(continuations)
+        if len(prompts) != len(continuations):
+            raise ValueError(f"{len(continuations)} continuations for {len(prompts)} prompts")
+        pairs = [split_tokens(self.tokenizer, *pair) for pair in zip(prompts, continuations, strict=True)]
+        asked = [{"prompt_token_ids": head + tail, "score_from": len(head)} for head, tail in pairs]
+        params = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=0, detokenize=False)
+        return [make_score(output) for output in self.generate(asked, params, use_tqdm=use_tqdm)]
+
+    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
+        """The likeliest answers to each prompt that a search of `beam_width` finds. Beams share their pages."""
+        requests, errors = self._read(prompts := _as_list(prompts), SamplingParams(), None, None, "readwrite")
+        if errors:
+            raise ValueError(_describe(errors, len(prompts)))
+        return beam_search(self, [list(request.prompt_token_ids) for request in requests.values()], params)
 
     def abort(self, request_id: str) -> None:
         """Ends a request that is running in another thread; its output so far is returned with reason "abort"."""
@@ -191,15 +269,27 @@ class LLM:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _run(self, requests: list[Request]) -> Iterator[RequestOutput]:
+    def _read(
+        self, prompts: list[Prompt], sampling_params, prefix_pos, prefix, cache_mode, *, streams: bool = False
+    ) -> tuple[dict[int, Request], dict[int, str]]:
+        """The good requests by index, and what is wrong with the others."""
+        params = _one_each("sampling_params", sampling_params or SamplingParams(), len(prompts), SamplingParams)
+        positions = _one_each("prefix_pos", prefix_pos, len(prompts), (int, np.integer, type(None)))
+        positions = [None if position is None else int(position) for position in positions]
+        before = _one_each("prefix", prefix, len(prompts), (Prefix, str, type(None)))
+        modes = _one_each("cache_mode", cache_mode, len(prompts), str)
+        return self.reader.read(prompts, params, positions, before, modes, streams=streams)
+
+    def _run(self, requests: dict[int, Request]) -> Iterator[RequestOutput]:
         """Yields each output as it finishes. Left early, by an error or an interrupt, it leaves no request behind."""
         inbox: SimpleQueue[RequestOutput] = SimpleQueue()
+        index_of = {request.request_id: index for index, request in requests.items()}
         open_ids: set[str] = set()
 
         def add() -> None:
-            self.engine.add_batch(requests)
-            self._inboxes.update((request.request_id, inbox) for request in requests)
-            open_ids.update(request.request_id for request in requests)
+            self.engine.add_batch(list(requests.values()))
+            self._inboxes.update(dict.fromkeys(index_of, inbox))
+            open_ids.update(index_of)
 
         try:
             with self._on_device():
@@ -208,8 +298,9 @@ class LLM:
                     self._advance()
                     while not inbox.empty():
                         output = inbox.get()
-                        open_ids.discard(output.request_id)
-                        yield output
+                        if output.finished:
+                            open_ids.discard(output.request_id)
+                        yield replace(output, index=index_of[output.request_id])
         finally:
             for request_id in open_ids:
                 self._inboxes.pop(request_id, None)
@@ -223,7 +314,8 @@ class LLM:
         if self.engine.lock.acquire(timeout=0.01):
             try:
                 for output in self.engine.step() if self.engine.has_work else ():
-                    if inbox := self._inboxes.pop(output.request_id, None):
+                    take = self._inboxes.pop if output.finished else self._inboxes.get
+                    if inbox := take(output.request_id, None):
                         inbox.put(output)
             finally:
                 self.engine.lock.release()
@@ -234,7 +326,7 @@ class LLM:
         requests = [
             Request(f"warm-{next(ids)}", tuple(p.tokens), params, p.num_tokens + 1, cache_salt=p.salt) for p in prefixes
         ]
-        for output in self._run(requests):
+        for output in self._run(dict(enumerate(requests))):
             if (reason := output.outputs[0].finish_reason) in ("abort", "error"):
                 raise RuntimeError(f"a prefix was not computed: {output.error or reason}")
 
@@ -313,8 +405,8 @@ def _describe(errors: dict[int, str], count: int) -> str:
     return "\n".join([f"{len(errors)} of {count} prompts cannot run; nothing was run:", *lines])
 
 
-def _refused(prompt: Prompt, error: str) -> RequestOutput:
+def _refused(prompt: Prompt, error: str, index: int) -> RequestOutput:
     is_dict = isinstance(prompt, Mapping)
     text = prompt if isinstance(prompt, str) else prompt.get("prompt") if is_dict else None
     request_id = str(prompt.get("request_id", "")) if is_dict else ""
-    return refused_output(request_id, text, error)
+    return replace(refused_output(request_id, text, error), index=index)

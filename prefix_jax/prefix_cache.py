@@ -31,8 +31,9 @@ class HitEnd:
     reason: "whole prompt", all but its last token was found; "one token", there was nothing to find; "off", the request
     or the engine reads nothing; "diverged", the cache goes on with another token there; "same step", what it shares is
     being computed in the very step that it began in; "no room", for a copy of the page that it shares in part;
-    "evicted", the next page was there once; "other weights", it was there before the weights changed; "other salt", it
-    is there for another; "new", none of these.
+    "scored", from there on the request wants the prompt's log-probabilities; "evicted", the next page was there once;
+    "other weights", it was there before the weights changed; "other salt", it is there for another; "new", none of
+    these.
     token, cached_token: at `position`, the prompt's and, where it diverged, the cache's; as text too, with a tokenizer.
     """
 
@@ -147,6 +148,19 @@ class PrefixCache:
             self._bring_back(table, tokens)
         if reads:
             self._copy_head(table, tokens)
+        return table
+
+    def fork(self, source: PageTable, length: int) -> PageTable:
+        """A page table that begins with the first `length` positions of another, which earlier steps wrote: its
+        published pages, and a copy (`table.copy`) of the page in which they end. As far as these reach: a private page
+        has one owner."""
+        nodes = source.nodes[: length // self.page_size]
+        table = PageTable(source.root, nodes, source.publishes, priority=source.priority, ttl=source.ttl)
+        self._hold_path(table)
+        column = len(nodes)
+        if column == length // self.page_size and column * self.page_size < length and self.grow(table, length):
+            table.copy = (source.pages[column], table.pages[column])
+            table.cached_len = length
         return table
 
     def insert(self, tokens: array, namespace: Hashable = None) -> PageTable:

@@ -17,6 +17,8 @@ from prefix_jax.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
+CHAT_OPTIONS = ("add_generation_prompt", "continue_final_message", "chat_template", "tools")  # render_chat's
+
 Prompt = str | Sequence[int] | np.ndarray | Mapping[str, Any]
 
 
@@ -32,6 +34,7 @@ class PromptReader:
         max_model_len: int,
         check_fits: Callable[[int], None],
         is_taken: Callable[[str], bool],
+        logits_processors: Mapping[str, Callable] | None = None,
     ):
         self.tokenizer = tokenizer
         self.prefixes = prefixes
@@ -39,10 +42,13 @@ class PromptReader:
         self.max_model_len = max_model_len
         self.check_fits = check_fits
         self.is_taken = is_taken
+        self.logits_processors = logits_processors or {}
         self.request_ids = itertools.count()
         self._warned_prefix_pos = False
 
-    def read(self, prompts, params, positions, before, modes) -> tuple[dict[int, Request], dict[int, str]]:
+    def read(
+        self, prompts, params, positions, before, modes, *, streams: bool = False
+    ) -> tuple[dict[int, Request], dict[int, str]]:
         """The good requests by index, and what is wrong with the others."""
         requests: dict[int, Request] = {}
         errors: dict[int, str] = {}
@@ -53,7 +59,7 @@ class PromptReader:
         asked = zip(prompts, params, positions, before, modes, strict=True)
         for index, (prompt, sampling, position, prefix, mode) in enumerate(asked):
             try:
-                request = self._read(prompt, sampling, position, prefix, mode, fresh_ids)
+                request = self._read(prompt, sampling, position, prefix, mode, fresh_ids, streams)
                 if request.request_id in ids or self.is_taken(request.request_id):
                     raise ValueError(f"request_id {request.request_id!r} is taken")
                 ids.add(request.request_id)
@@ -70,6 +76,7 @@ class PromptReader:
         prefix: Prefix | str | None,
         cache_mode: str,
         fresh_ids: Iterator[str],
+        streams: bool,
     ) -> Request:
         options: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {}
         salt = options.get("cache_salt")
@@ -79,14 +86,11 @@ class PromptReader:
         if prefix is not None:
             above, prefix_pos, salt = self._find_prefix(prefix, prefix_pos, salt)
         text, token_ids = self._read_prompt(prompt, above)
-        vocab, longest = self.vocab_size, self.max_model_len
+        longest = self.max_model_len
         if not token_ids or text == "":  # a BOS token alone is nothing to continue
             raise ValueError("the prompt is empty: it has no tokens")
         self._check_tokens(token_ids, "the prompt")
-        if bad := [token for token in sampling.stop_token_ids if not 0 <= token < vocab]:
-            raise ValueError(f"stop_token_ids must be in [0, {vocab}), got {bad[:3]}")
-        if sampling.stop and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer, and this model was loaded without one")
+        self._check_sampling(sampling)
         mode = options.get("cache_mode", cache_mode)
         if mode not in CACHE_MODES:
             raise ValueError(f"cache_mode must be one of {', '.join(CACHE_MODES)}, got {mode!r}")
@@ -104,7 +108,26 @@ class PromptReader:
             cache_mode=mode,
             priority=priority,
             ttl=ttl,
+            score_from=_read_score_from(options, sampling),
+            streams=streams,
         )
+
+    def _check_sampling(self, sampling: SamplingParams) -> None:
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            tokens = dict(sampling.logit_bias) if name == "logit_bias" else getattr(sampling, name) or ()
+            if bad := [token for token in tokens if not 0 <= token < self.vocab_size]:
+                raise ValueError(f"{name} must be in [0, {self.vocab_size}), got {bad[:3]}")
+        for name, words in (("stop strings", sampling.stop), ("bad_words", sampling.bad_words)):
+            if words and self.tokenizer is None:
+                raise ValueError(f"{name} need a tokenizer, and this model was loaded without one")
+        known = self.logits_processors
+        for process in sampling.logits_processors:
+            if process not in known and process not in known.values():
+                names = ", ".join(known) or "none"
+                raise ValueError(
+                    f"logits_processors must be among those given to LLM(logits_processors={{name: function}}), which "
+                    f"are compiled with the step ({names}), got {process!r}"
+                )
 
     def _check_tokens(self, token_ids: Sequence[int], what: str) -> None:
         vocab, longest = self.vocab_size, self.max_model_len
@@ -139,7 +162,8 @@ class PromptReader:
                 )
             if given == ["messages"]:
                 self._need_tokenizer()
-                text = self.tokenizer.render_chat(self._join_messages(above, prompt["messages"]))
+                options = {name: prompt[name] for name in CHAT_OPTIONS if name in prompt}
+                text = self.tokenizer.render_chat(self._join_messages(above, prompt["messages"]), **options)
                 return text, self.tokenizer.encode_rendered(text)
             if "prompt_token_ids" in given:
                 text = None if above else prompt.get("prompt")
@@ -218,6 +242,15 @@ def _token_list(tokens: Any) -> list[int]:
     if not is_list or any(isinstance(t, bool) or not isinstance(t, Integral) for t in tokens):
         raise TypeError(f"a prompt must be text, a list of token ids, or a dict of these, got {tokens!r:.80}")
     return [int(token) for token in tokens]
+
+
+def _read_score_from(options: Mapping[str, Any], sampling: SamplingParams) -> int | None:
+    first = options.get("score_from", 1)
+    if isinstance(first, bool) or not isinstance(first, Integral):
+        raise TypeError(f"score_from must be an integer, got {first!r}")
+    if first < 1:
+        raise ValueError(f"score_from must be at least 1: nothing stands before the first token, got {first}")
+    return None if sampling.prompt_logprobs is None else int(first)
 
 
 def _read_priority(options: Mapping[str, Any]) -> tuple[int, float | None]:

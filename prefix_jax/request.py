@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from prefix_jax.output_text import OutputText
     from prefix_jax.prefix_cache import HitEnd, PageTable
     from prefix_jax.prefix_pool import Prefix
+    from prefix_jax.token_rules import TokenRules
 
 MAX_FLOAT32 = 3.4e38
+MAX_LOGPROBS, MAX_BIASES = 20, 512  # as the kernels have them
 CACHE_MODES = ("readwrite", "read", "write", "off")
 
 
@@ -21,49 +24,128 @@ CACHE_MODES = ("readwrite", "read", "write", "off")
 class SamplingParams:
     """How tokens are chosen, and when to stop. Names and meanings are vLLM's.
 
-    temperature: 0 is greedy. top_k: 0 or -1 is off. top_p: in (0, 1]; the smallest set of tokens of at least this mass.
-    seed: None draws a fresh one for each request. max_tokens: None is as many as the model's context and the pool take.
-    stop: strings that end the output and are not part of it. stop_token_ids: tokens that end it, and stay in the ids.
-    ignore_eos: go on after the model's own end tokens. skip_special_tokens: leave them out of the text.
+    n: answers to one prompt, which share its pages; best_of is refused. temperature: 0 is greedy. top_k: 0 or -1 is
+    off. top_p: in (0, 1]; the smallest set of tokens of at least this mass. min_p: in [0, 1]; tokens at least so many
+    times as likely as the likeliest. seed: None draws a fresh one for each request; the n answers differ. A positive
+    presence_penalty or frequency_penalty (in [-2, 2]) lowers the scores of tokens of the output, a repetition_penalty
+    over 1 those of prompt and output. logit_bias: what is added to the scores of tokens, within [-100, 100].
+    allowed_token_ids: no others. bad_words: texts whose tokens never follow one another in the output.
+    logits_processors: of those that the engine was built with, by name or themselves; they come last.
+
+    max_tokens: None is as many as the model's context and the pool take; 0 only scores the prompt. min_tokens: no
+    earlier end. stop: strings that end the output, and are part of its text with include_stop_str_in_output.
+    stop_token_ids: tokens that end it, and stay in the ids. ignore_eos: go on after the model's own end tokens.
+
+    logprobs: with each token its log-probability and those of so many likeliest ones (at most 20), before all of the
+    above. prompt_logprobs: the same for the prompt's tokens; the positions before them are computed for that, on top of
+    the K and V that are cached. detokenize: False gives no text. skip_special_tokens: leave them out of it.
+    spaces_between_special_tokens: False puts none around those that are in it.
 
     Raises ValueError for a value out of range, TypeError for one of the wrong kind.
     """
 
+    n: int = 1
+    best_of: None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     temperature: float = 1.0
-    top_k: int = 0
     top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
     seed: int | None = None
-    max_tokens: int | None = 16
     stop: str | tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = None  # kept as pairs
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    logits_processors: tuple[str | Callable, ...] = ()
+    detokenize: bool = True
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop))
+        if self.best_of is not None:
+            raise ValueError(f"best_of is not supported, got {self.best_of!r}: ask for n answers and choose among them")
+        for name in ("stop", "bad_words", "logits_processors"):
+            value = getattr(self, name)
+            is_one = isinstance(value, str) or callable(value)
+            object.__setattr__(self, name, (value,) if is_one else _as_tuple(name, value))
+            for text in getattr(self, name):
+                if name == "logits_processors" and callable(text):
+                    continue
+                if not isinstance(text, str) or not text:
+                    raise ValueError(f"{name} must be non-empty strings, got {text!r}")
         object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
-        _require_number("temperature", self.temperature, Real)
-        _require_number("top_p", self.top_p, Real)
-        _require_number("top_k", self.top_k, Integral)
-        if not 0 <= self.temperature <= MAX_FLOAT32:
-            raise ValueError(f"temperature must be at least 0 and a finite float32, got {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
-        if not -1 <= self.top_k < 2**31:
-            raise ValueError(f"top_k must be -1 or 0 (off), or a positive int32, got {self.top_k}")
-        if self.max_tokens is not None:
-            _require_number("max_tokens", self.max_tokens, Integral)
-            if self.max_tokens < 1:
-                raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
-        if self.seed is not None:
-            _require_number("seed", self.seed, Integral)
-            if not 0 <= self.seed < 2**64:
-                raise ValueError(f"seed must be in [0, 2**64), got {self.seed}")
-        for text in self.stop:
-            if not isinstance(text, str) or not text:
-                raise ValueError(f"stop must be non-empty strings, got {text!r}")
-        for token in self.stop_token_ids:
-            _require_number("stop_token_ids", token, Integral)
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", _as_tuple("allowed_token_ids", self.allowed_token_ids))
+            if not self.allowed_token_ids:
+                raise ValueError("allowed_token_ids must name a token, or be None for all")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for token in getattr(self, name) or ():
+                _require_number(name, token, Integral)
+        object.__setattr__(self, "logit_bias", _as_biases(self.logit_bias))
+        for name, kind, low, high, allowed in _RANGES:
+            value = getattr(self, name)
+            if value is None and name in _OPTIONAL:
+                continue
+            _require_number(name, value, kind)
+            if not low <= value <= high or (value == low and allowed.startswith("in (")):
+                raise ValueError(f"{name} must be {allowed}, got {value}")
+        if self.max_tokens == 0 and self.prompt_logprobs is None:
+            raise ValueError("max_tokens must be at least 1, got 0; 0 is for prompt_logprobs alone")
+        if self.stop and not self.detokenize:
+            raise ValueError(f"stop strings need the text, got detokenize=False and stop={self.stop!r}")
+        if len(self.logit_bias) > MAX_BIASES:
+            raise ValueError(f"logit_bias must have at most {MAX_BIASES} tokens, got {len(self.logit_bias)}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens must be at most max_tokens, got {self.min_tokens} and {self.max_tokens}")
+
+    @property
+    def has_rules(self) -> bool:
+        """Whether it changes the logits."""
+        penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty
+        others = self.logit_bias, self.allowed_token_ids, self.bad_words, self.logits_processors, self.min_tokens
+        return penalties != (0, 0, 1) or any(others)
+
+
+_OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
+_RANGES = (  # name, kind, least, most, in words
+    ("n", Integral, 1, 2**16, "in [1, 65536]"),
+    ("presence_penalty", Real, -2, 2, "in [-2, 2]"),
+    ("frequency_penalty", Real, -2, 2, "in [-2, 2]"),
+    ("repetition_penalty", Real, 0, MAX_FLOAT32, "in (0, 3.4e38]"),
+    ("temperature", Real, 0, MAX_FLOAT32, "at least 0 and a finite float32"),
+    ("top_p", Real, 0, 1, "in (0, 1]"),
+    ("top_k", Integral, -1, 2**31 - 1, "-1 or 0, for off, or a positive int32"),
+    ("min_p", Real, 0, 1, "in [0, 1]"),
+    ("seed", Integral, 0, 2**64 - 1, "in [0, 2**64)"),
+    ("max_tokens", Integral, 0, 2**31 - 1, "at least 1"),
+    ("min_tokens", Integral, 0, 2**31 - 1, "at least 0"),
+    ("logprobs", Integral, 0, MAX_LOGPROBS, f"in [0, {MAX_LOGPROBS}]"),
+    ("prompt_logprobs", Integral, 0, MAX_LOGPROBS, f"in [0, {MAX_LOGPROBS}]"),
+)
+
+
+def _as_biases(biases: Mapping | tuple | None) -> tuple[tuple[int, float], ...]:
+    """Token ids may come as strings, as JSON has them; vLLM's clamp."""
+    if biases is not None and not isinstance(biases, Mapping | tuple):
+        raise TypeError(f"logit_bias must be a dict of token id to bias, got {biases!r}")
+    clamped = {}
+    for token, bias in dict(biases or ()).items():
+        token = int(token) if isinstance(token, str) and token.isdecimal() else token
+        _require_number("a token in logit_bias", token, Integral)
+        _require_number(f"the bias of token {token}", bias, Real)
+        if not abs(bias) <= MAX_FLOAT32:
+            raise ValueError(f"the bias of token {token} must be finite, got {bias}")
+        clamped[int(token)] = min(100.0, max(-100.0, float(bias)))
+    return tuple(clamped.items())
 
 
 def _as_tuple(name: str, value: Iterable | None) -> tuple:
@@ -84,7 +166,8 @@ class Request:
     as a prefix to keep; equal `cache_salt`s share cached pages. cache_mode: whether it takes pages that are in the
     cache ("read"), leaves its own there ("write"), both or neither ("readwrite", "off"). With a higher
     `priority` it starts sooner under the policy of that name, and its pages are evicted later; `ttl` seconds after its
-    end they are evicted first."""
+    end they are evicted first. The prompt's tokens from `score_from` (at least 1) on get log-probabilities. With
+    `streams` there are results before the last."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -96,6 +179,8 @@ class Request:
     cache_mode: str = "readwrite"
     priority: int = 0
     ttl: float | None = None
+    score_from: int | None = None
+    streams: bool = False
     arrival_time: float = field(default_factory=time.monotonic)
 
     @property
@@ -108,25 +193,31 @@ class Request:
 
 
 class Sequence:
-    """One generation in progress.
+    """One generation in progress: answer `index` to its request.
 
     Positions [0, computed_len) have their keys and values in the store once the steps dispatched so far have run.
     `tokens` holds what the host knows; `pending` counts the tokens sampled by steps whose results the host has not
-    read: 1 while a step is in flight, 2 for the moment in which the next one is planned already.
+    read: 1 while a step is in flight, 2 for the moment in which the next one is planned already. The prompt's tokens
+    before `scored_len` need no log-probabilities, or a step dispatched so far yields them.
     """
 
     __slots__ = (
-        "request", "tokens", "order", "seed", "computed_len", "pending", "row", "table", "prefixes", "planned_step",
-        "num_cached_tokens", "num_published_tokens", "hit_end",
-        "first_token_time", "finished_time", "finish_reason", "stop_reason", "text", "due", "turn",
+        "request", "tokens", "prompt_len", "order", "seed", "index", "leader", "computed_len", "scored_len", "pending",
+        "row", "table", "prefixes", "planned_step", "num_cached_tokens", "num_published_tokens", "hit_end", "rules",
+        "first_token_time", "finished_time", "finish_reason", "stop_reason", "logprobs", "prompt_logprobs", "text",
+        "num_given", "due", "turn",
     )  # fmt: skip
 
-    def __init__(self, request: Request, order: int, seed: int):
+    def __init__(self, request: Request, order: int, seed: int, index: int = 0, leader: Sequence | None = None):
         self.request = request
         self.tokens = array("i", request.prompt_token_ids)
+        self.prompt_len = len(request.prompt_token_ids)
         self.order = order  # of arrival
         self.seed = seed
+        self.index = index
+        self.leader = leader  # the first sequence of the request: its prompt's pages are shared
         self.computed_len = 0
+        self.scored_len = self.prompt_len if request.score_from is None or leader else request.score_from
         self.pending = 0
         self.row: int | None = None  # of the device's page table, while running
         self.table: PageTable | None = None
@@ -135,25 +226,27 @@ class Sequence:
         self.num_cached_tokens: int | None = None  # at the first admission
         self.num_published_tokens = 0
         self.hit_end: HitEnd | None = None  # of the first admission
+        self.rules: TokenRules | None = None  # what changes its logits
         self.first_token_time: float | None = None
         self.finished_time: float | None = None
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
-        self.text: str | None = None  # set early by a stop string
+        self.logprobs: list[TokenLogprobs] = []  # of the output, where asked for
+        self.prompt_logprobs: list[TokenLogprobs] = []  # of the prompt's tokens from score_from on
+        self.text: OutputText | None = None  # with stop strings, or while it streams
+        self.num_given = 0  # tokens of the output that a result had, while it streams
         self.due = 0  # the start, counting all sequences', that a fair policy gives it at the latest
         self.turn: int | None = None  # in the forecast of its batch
 
     def reset(self) -> None:
         """Forgets all that is on the device, as if it had just arrived with the tokens it has."""
         self.computed_len = self.pending = 0
+        if self.is_scoring:
+            self.scored_len = self.request.score_from + len(self.prompt_logprobs)
         self.row = self.table = None
         self.prefixes = []
         self.planned_step = -1  # steps are counted anew
         self.turn = None
-
-    @property
-    def prompt_len(self) -> int:
-        return len(self.request.prompt_token_ids)
 
     @property
     def length(self) -> int:
@@ -166,20 +259,56 @@ class Sequence:
         return min(len(self.tokens) + self.pending, self.request.max_len - 1) - self.computed_len
 
     @property
+    def is_scoring(self) -> bool:
+        """Whether tokens of its prompt get log-probabilities."""
+        return self.request.score_from is not None and self.leader is None
+
+    @property
+    def next_read(self) -> int:
+        """The first position still to be computed whose logits are read."""
+        return (self.scored_len if self.scored_len < self.prompt_len else self.length) - 1
+
+    @property
     def output_token_ids(self) -> list[int]:
         return self.tokens[self.prompt_len :].tolist()
+
+
+class TokenLogprobs(NamedTuple):
+    """Of one position: its token's log-probability and how many are likelier, plus one; the likeliest tokens' ids and
+    log-probabilities."""
+
+    token: int
+    logprob: float
+    rank: int
+    top_tokens: list[int]
+    top_logprobs: list[float]
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """What vLLM calls so: of one token at one position. rank: how many are likelier, plus one."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+PositionLogprobs = dict[int, Logprob]  # the position's own token first, then the likeliest
 
 
 @dataclass
 class CompletionOutput:
     """One answer. finish_reason: "stop", "length", "abort", or "error" for a request that was refused.
-    stop_reason: the stop string or token that ended it; for "length", a sentence if it was not max_tokens."""
+    stop_reason: the stop string or token that ended it; for "length", a sentence if it was not max_tokens.
+    cumulative_logprob: the sum over its tokens, where logprobs were asked for."""
 
     index: int
     text: str
     token_ids: list[int]
     finish_reason: str | None
     stop_reason: int | str | None = None
+    logprobs: list[PositionLogprobs] | None = None
+    cumulative_logprob: float | None = None
 
 
 @dataclass
@@ -194,8 +323,10 @@ class RequestMetrics:
 @dataclass
 class RequestOutput:
     """The result of one request. `num_cached_tokens` of the prompt were found in the prefix cache, and `hit_end` says
-    why no more were; `num_published_tokens` of prompt and output were put there. `seed` is the one that was used;
-    `error` says why a refused request was."""
+    why no more were; `num_published_tokens` of prompt and output were put there. `prompt_logprobs`, where asked for,
+    has an entry for each of the prompt's tokens, None for the first and all others that were not asked for. `seed` is
+    the one that was used; `error` says why a refused request was. While a request streams, only its last result is
+    `finished`, and their answers have what is new: tokens, their log-probabilities, and text that is certain."""
 
     request_id: str
     prompt: str | None
@@ -204,10 +335,12 @@ class RequestOutput:
     num_cached_tokens: int = 0
     num_published_tokens: int = 0
     hit_end: HitEnd | None = None
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
     metrics: RequestMetrics | None = None
     seed: int | None = None
     error: str | None = None
     finished: bool = True
+    index: int = 0  # of its prompt in the call
 
 
 def refused_output(request_id: str, prompt: str | None, error: str) -> RequestOutput:

@@ -16,13 +16,16 @@ from jaxtyping import Array, Int, Shaped
 from tqdm import tqdm
 
 from pallas_kernels import BESIDE_OPTIONS, Merge, Scales, Tiles, is_compiled, paged_attention
+from pallas_kernels.logit_rules import LogitRules
+from pallas_kernels.logprobs import Logprobs
 from prefix_jax import kv_store
 from prefix_jax.models.llama import KVStore, Llama
-from prefix_jax.sampler import SamplingRows, sample
+from prefix_jax.sampler import LogitsProcessor, SamplingRows, sample
 from prefix_jax.scheduler import StepPlan
-from prefix_jax.step_batch import Batcher, Bucket, StepBatch
+from prefix_jax.step_batch import SAMPLING_FIELDS, Batcher, Bucket, StepBatch
 from prefix_jax.tile_plan import TILE_FIELDS
 from prefix_jax.tiling import tile_configs
+from prefix_jax.token_rules import RuleRow, no_rules
 from prefix_jax.weights import fingerprint
 
 COPY_GROUP = 16  # page copies in one launch
@@ -50,6 +53,7 @@ class Runner:
         memory_fraction: float,
         attention: str,
         scales: tuple[Scales, ...] | None = None,
+        processors: tuple[LogitsProcessor, ...] = (),
         use_tqdm: bool = False,
     ):
         self.graph, state = nnx.split(model)
@@ -58,6 +62,7 @@ class Runner:
         self.dtype = model.dtype
         self.scales = scales
         self.kv_dtype = self.dtype if scales is None else jnp.dtype(jnp.float8_e4m3fn)
+        self.processors = processors
         self.batcher = batcher
         self.page_size = page_size
         self.attention = attention
@@ -87,9 +92,11 @@ class Runner:
         rows = self.batcher.max_num_seqs + 1
         self.page_table = jnp.zeros((rows, self.batcher.max_pages), jnp.int32)
         self.last_tokens = jnp.zeros(rows, jnp.int32)
+        self.rules = LogitRules.empty(rows, self.config.vocab_size)
 
-    def dispatch(self, batch: StepBatch) -> Int[Array, " rows"]:
-        """Starts one step; returns each row's last sampled token, which is still being computed."""
+    def dispatch(self, batch: StepBatch) -> tuple[Int[Array, " rows"], Logprobs | None]:
+        """Starts one step; returns each row's last sampled token, and log-probabilities if any are wanted, which are
+        still being computed."""
         for changes in _groups(batch.early_changes.T, CHANGE_GROUP):
             padding = np.zeros((CHANGE_GROUP - len(changes), 2), np.int32)
             padding[:, 0] = self.batcher.max_num_seqs * self.batcher.max_pages
@@ -98,12 +105,21 @@ class Runner:
             padding = np.zeros((COPY_GROUP - len(copies), 2), np.int32)
             self.store = self._copy_pages(self.store, *np.concatenate([copies, padding]).T)
         self.write_pages(batch.arrivals)  # a copy may have read what a page held before
-        run = self.steps[batch.bucket.name]
-        self.store, self.page_table, self.last_tokens = run(
-            self.params, self.scales, self.store, self.page_table, self.last_tokens, batch.packed
-        )
+        for row, rules in batch.rules.items():
+            self.rules = self._set_rules(self.rules, np.int32(row), rules)
+        found = self._run(self.steps[batch.bucket.name], batch.packed)
         self.last_tokens.copy_to_host_async()
-        return self.last_tokens
+        if not batch.wants_logprobs:
+            return self.last_tokens, None
+        for array in found:
+            array.copy_to_host_async()
+        return self.last_tokens, found
+
+    def _run(self, run: Any, packed: Int[np.ndarray, " n"]) -> Logprobs:
+        self.store, self.page_table, self.last_tokens, self.rules, found = run(
+            self.params, self.scales, self.store, self.page_table, self.last_tokens, self.rules, packed
+        )
+        return found
 
     # K and V off the device and back ---------------------------------------------------------------------------------
 
@@ -173,11 +189,12 @@ class Runner:
         """The step of one bucket over a store of `num_pages`, lowered but not compiled; for this device, or platforms,
         or the device of a sharding."""
         make_store = functools.partial(kv_store.make_kv_store, self.config, num_pages, self.page_size, self.kv_dtype)
-        params, scales, store = jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
-            (self.params, self.scales, jax.eval_shape(make_store)),
-        )
         rows = self.batcher.max_num_seqs + 1
+        make_rules = functools.partial(LogitRules.empty, rows, self.config.vocab_size)
+        params, scales, store, rules = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
+            (self.params, self.scales, jax.eval_shape(make_store), jax.eval_shape(make_rules)),
+        )
         int32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32, sharding=sharding)
         step_of_bucket = functools.partial(
             step,
@@ -187,11 +204,11 @@ class Runner:
             page_size=self.page_size,
             attention=self.attention,
             configs=tile_configs(bucket, self.config, self.dtype, self.attention, self.page_size),
+            processors=self.processors,
         )
-        jitted = jax.jit(step_of_bucket, donate_argnames=("store", "page_table"))
-        traced = jitted.trace(
-            params, scales, store, int32((rows, self.batcher.max_pages)), int32((rows,)), int32((bucket.packed_len,))
-        )
+        jitted = jax.jit(step_of_bucket, donate_argnames=("store", "page_table", "rules"))
+        table, last_tokens = int32((rows, self.batcher.max_pages)), int32((rows,))
+        traced = jitted.trace(params, scales, store, table, last_tokens, rules, int32((bucket.packed_len,)))
         return traced.lower(lowering_platforms=platforms)
 
     def compile(self, bucket: Bucket, num_pages: int) -> Any:
@@ -219,9 +236,7 @@ class Runner:
             self.reset()
             batch = self.batcher.build(StepPlan(), largest)
             run = self.compile(largest, 1)
-            jax.block_until_ready(
-                run(self.params, self.scales, self.store, self.page_table, self.last_tokens, batch.packed)
-            )
+            jax.block_until_ready(self._run(run, batch.packed))
             stats = _memory_stats()
             # Not the peak of the process: that counts what an earlier engine had, too.
             used = stats["bytes_in_use"] + run.memory_analysis().temp_size_in_bytes
@@ -241,6 +256,8 @@ class Runner:
         self._copy_pages = copy.lower(self.store, *pair).compile(compiler_options=NO_TRIALS)
         pair = (jax.ShapeDtypeStruct((CHANGE_GROUP,), jnp.int32),) * 2
         self._change_pages = jit(change_pages).lower(self.page_table, *pair).compile()
+        rules = no_rules(self.config.vocab_size)
+        self._set_rules = jit(set_rules).lower(self.rules, np.int32(0), rules).compile(compiler_options=NO_TRIALS)
         buckets = self.batcher.buckets
         with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
             compiled = {pool.submit(self.compile, bucket, self.num_pages): bucket for bucket in buckets}
@@ -257,6 +274,7 @@ def step(
     store: KVStore,
     page_table: Int[Array, "rows P"],
     last_tokens: Int[Array, " rows"],
+    rules: LogitRules,
     packed: Int[Array, " n"],
     *,
     graph: nnx.GraphDef,
@@ -265,15 +283,19 @@ def step(
     page_size: int,
     attention: str,
     configs: list[Any],
-) -> tuple[KVStore, Int[Array, "rows P"], Int[Array, " rows"]]:
-    """One step: writes the new K and V, attends through the tiles, samples. Pure; returns the new device state."""
+    processors: tuple[LogitsProcessor, ...] = (),
+) -> tuple[KVStore, Int[Array, "rows P"], Int[Array, " rows"], LogitRules, Logprobs]:
+    """One step: writes the new K and V, attends through the tiles, samples. Pure; returns the new device state, and
+    log-probabilities for the rows that asked."""
     model = nnx.merge(graph, jax.tree.unflatten(param_tree, params))
     batch = bucket.unpack(packed)
     page_table = change_pages(page_table, batch["change_index"], batch["change_page"])
     scratch_row = last_tokens.shape[0] - 1
     tokens = jnp.where(batch["source"] < scratch_row, last_tokens[batch["source"]], batch["token"])
     position = batch["position"]
-    slots = page_table[batch["row"], position // page_size] * page_size + position % page_size
+    row = batch["row"]
+    slots = page_table[row, position // page_size] * page_size + position % page_size
+    slots = jnp.where(row > scratch_row, jnp.iinfo(jnp.int32).max, slots)
     attend = functools.partial(
         paged_attention,
         positions=position,
@@ -287,8 +309,15 @@ def step(
     hidden, store = model(tokens, position, slots, store, attend, attention, scales)
     with jax.named_scope("sample"):
         logits = model.logits(hidden[batch["sample_token"]])
-        sampled = sample(logits, _sampling_rows(batch), implementation=attention)
-    return store, page_table, last_tokens.at[batch["sample_row"]].set(sampled)
+        asked = _sampling_rows(batch, tokens)
+        sampled, found, rules = sample(logits, asked, rules, processors, implementation=attention)
+    return store, page_table, last_tokens.at[batch["sample_row"]].set(sampled), rules, found
+
+
+def set_rules(rules: LogitRules, row: Int[Array, ""], of_row: RuleRow) -> LogitRules:
+    """Replaces those of one row."""
+    new = LogitRules(*of_row)
+    return jax.tree.map(lambda all_rows, one: all_rows.at[row].set(one), rules, new)
 
 
 def change_pages(
@@ -313,14 +342,18 @@ def batch_merge(batch: dict[str, Array], bucket: Bucket) -> Merge | None:
     return Merge(*(batch[f"merge.{name}"] for name in ("token", "first", "count"))) if bucket.merges else None
 
 
-def _sampling_rows(batch: dict[str, Array]) -> SamplingRows:
-    as_float = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.float32)
+def _sampling_rows(batch: dict[str, Array], tokens: Int[Array, " T"]) -> SamplingRows:
+    fields = {
+        name: batch[name] if default.dtype == np.int32 else jax.lax.bitcast_convert_type(batch[name], default.dtype)
+        for name, default in SAMPLING_FIELDS.items()
+    }
     return SamplingRows(
-        temperature=as_float(batch["temperature"]),
-        top_k=batch["top_k"],
-        top_p=as_float(batch["top_p"]),
+        row=batch["sample_row"],
         seed=jax.lax.bitcast_convert_type(batch["seed"], jnp.uint32),
+        last_token=tokens[batch["sample_token"]],
         position=batch["sample_position"],
+        target=batch["target"],
+        **fields,
     )
 
 

@@ -25,14 +25,16 @@ log = logging.getLogger(__name__)
 
 COUNTED = (
     "prompt_tokens", "expected_tokens", "found_tokens", "cached_tokens", "adopted_tokens",
-    "computed_tokens", "computed_prompt_tokens", "published_pages", "preemptions",
+    "computed_tokens", "computed_prompt_tokens", "forked_tokens", "published_pages", "preemptions",
 )  # fmt: skip
 
 
 class Chunk(NamedTuple):
     """Positions [start, start + length) of a sequence, computed in one step from row `row` of the page table. `samples`
     says that the chunk reaches the sequence's end, so that its last position yields a token; `from_device` that the
-    token at `start` is one which the previous step sampled and the host has not seen."""
+    token at `start` is one which the previous step sampled and the host has not seen. The positions before
+    `write_from` are computed for their logits alone: their K and V are in the store. The `num_scored` positions that
+    end at `score_end` yield log-probabilities of the token behind each."""
 
     sequence: Sequence
     row: int
@@ -40,6 +42,9 @@ class Chunk(NamedTuple):
     length: int
     samples: bool
     from_device: bool
+    write_from: int = 0
+    num_scored: int = 0
+    score_end: int = 0
 
     @property
     def end(self) -> int:
@@ -53,7 +58,25 @@ class StepPlan:
     chunks: list[Chunk] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     num_tokens: int = 0
+    num_reads: int = 0  # positions whose logits are read, max_num_seqs at most
     arrivals: dict[int, Any] = field(default_factory=dict)
+
+    def numbered_reads(self) -> Iterator[tuple[int, Chunk]]:
+        """Every chunk with the number of its sample, if it has one, among the positions whose logits are read."""
+        number = 0
+        for chunk in self.chunks:
+            yield number, chunk
+            number += chunk.samples
+
+    def numbered_scores(self) -> list[tuple[int, int]]:
+        """The number of the first position that a chunk scores, which follow the samples, and the chunk's index."""
+        number = sum(chunk.samples for chunk in self.chunks)
+        numbered = []
+        for index, chunk in enumerate(self.chunks) if self.num_reads > number else ():
+            if chunk.num_scored:
+                numbered.append((number, index))
+                number += chunk.num_scored
+        return numbered
 
 
 class Scheduler:
@@ -159,14 +182,23 @@ class Scheduler:
         remaining = sequence.remaining
         if remaining == 0:
             return  # its last token is in flight
-        if remaining > 1 and self.caching and sequence.request.reads:
+        if sequence.pending and sequence.rules is not None and sequence.rules.needs_tokens:
+            return  # nor can it go on before it knows that token
+        if remaining > 1 and self.caching and sequence.request.reads and not sequence.is_scoring:
             adopted = self.cache.adopt(sequence.table, sequence.tokens, sequence.computed_len)
             self.counts["adopted_tokens"] += adopted - sequence.computed_len
             remaining -= adopted - sequence.computed_len
             sequence.computed_len = adopted
-        length = min(remaining, self.max_num_batched_tokens - plan.num_tokens)
-        if self._make_room(sequence, sequence.computed_len + length):
+        length = self._chunk_len(sequence, remaining, plan)
+        if length and self._make_room(sequence, sequence.computed_len + length):
             self._plan_chunk(sequence, length, plan)
+
+    def _chunk_len(self, sequence: Sequence, remaining: int, plan: StepPlan) -> int:
+        """Positions for which the step has room, in its tokens and in the logits that are read."""
+        room, reads = self.max_num_batched_tokens - plan.num_tokens, self.max_num_seqs - plan.num_reads
+        if remaining > 1 or not reads:
+            room = min(room, reads + max(0, sequence.next_read - sequence.computed_len))
+        return min(remaining, room)
 
     def _make_room(self, sequence: Sequence, length: int) -> bool:
         """Pages for `length` positions: free ones, then unread leaves, then the pages of the youngest sequence that has
@@ -202,15 +234,9 @@ class Scheduler:
                 return
             if sequence.pending:
                 return  # preempted with a step in flight: it keeps its place, and nobody takes the pages it left
-            request, caching = sequence.request, self.caching
-            table = self.cache.open(
-                sequence.tokens,
-                request.cache_salt,
-                reads=caching and request.reads,
-                publishes=caching and request.writes,
-                priority=request.priority,
-                ttl=request.ttl,
-            )
+            if self._waits_for_leader(sequence, plan):
+                continue
+            table = self._open(sequence)
             # All known positions at once: a prompt that is half in can then never be thrown out for its own rest.
             if not self.cache.grow(table, sequence.length, force=not self.running):
                 self.cache.close(table)
@@ -219,6 +245,30 @@ class Scheduler:
                     continue
                 return
             self._start(sequence, table, plan)
+
+    def _waits_for_leader(self, sequence: Sequence, plan: StepPlan) -> bool:
+        """Whether its prompt is being computed for the first answer to its request, with which it is going to share."""
+        leader = sequence.leader
+        if leader is None or leader.finish_reason is not None or len(sequence.tokens) > sequence.prompt_len:
+            return False
+        if leader.table is None:
+            return len(leader.tokens) == leader.prompt_len  # else it was preempted later: its pages may be found
+        if leader.planned_step == self.cache.step:  # a page is copied as earlier steps left it
+            return any(chunk.sequence is leader and chunk.start < leader.prompt_len for chunk in plan.chunks)
+        return leader.computed_len < leader.prompt_len
+
+    def _open(self, sequence: Sequence) -> PageTable:
+        request, leader = sequence.request, sequence.leader
+        if leader is not None and leader.table is not None and len(sequence.tokens) == sequence.prompt_len:
+            return self.cache.fork(leader.table, sequence.prompt_len)
+        return self.cache.open(
+            sequence.tokens,
+            request.cache_salt,
+            reads=self.caching and request.reads,
+            publishes=self.caching and request.writes,
+            priority=request.priority,
+            ttl=request.ttl,
+        )
 
     def candidates(self) -> Iterator[Sequence]:
         """The policy's choice, each once, and if none of it starts and nothing runs, the oldest. Whatever a policy
@@ -247,16 +297,19 @@ class Scheduler:
         insort(self.running, sequence, key=lambda other: other.order)
         sequence.row = self.free_rows.pop()
         sequence.table = table
-        sequence.computed_len = table.cached_len
+        sequence.computed_len = min(table.cached_len, sequence.next_read)
         if table.copy is not None:
             plan.copies.append(table.copy)
-        self.counts["cached_tokens"] += table.cached_len
         if self.caching:
             self._find_prefixes(sequence)
-        if sequence.num_cached_tokens is None:
-            self._count_hit(sequence)
-        length = min(sequence.remaining, self.max_num_batched_tokens - plan.num_tokens)
-        self._plan_chunk(sequence, length, plan)
+        if sequence.leader is not None:
+            self.counts["forked_tokens"] += sequence.computed_len
+        else:
+            self.counts["cached_tokens"] += sequence.computed_len
+            if sequence.num_cached_tokens is None:
+                self._count_hit(sequence)
+        if length := self._chunk_len(sequence, sequence.remaining, plan):
+            self._plan_chunk(sequence, length, plan)
 
     def _find_prefixes(self, sequence: Sequence) -> None:
         """The declared prefixes that it begins with, those it declares itself included."""
@@ -269,8 +322,10 @@ class Scheduler:
         """What it found when it was admitted first, what a cache without end would have had for it, and why it did not
         find more."""
         table, reads = sequence.table, self.caching and sequence.request.reads
-        sequence.num_cached_tokens = table.cached_len
+        sequence.num_cached_tokens = sequence.computed_len
         sequence.hit_end = self.cache.explain(table, sequence.tokens) if reads else HitEnd("off", 0)
+        if sequence.computed_len < table.cached_len:
+            sequence.hit_end = HitEnd("scored", sequence.computed_len)
         self.prefixes.count(sequence.prefixes, table.cached_len)
         self.counts["prompt_tokens"] += sequence.prompt_len
         self.counts["found_tokens"] += table.cached_len
@@ -284,8 +339,16 @@ class Scheduler:
         end = start + length
         samples = end == sequence.length
         from_device = start >= len(sequence.tokens)
-        plan.chunks.append(Chunk(sequence, sequence.row, start, length, samples, from_device))
+        chunk = Chunk(sequence, sequence.row, start, length, samples, from_device, sequence.table.cached_len)
+        if sequence.scored_len < sequence.prompt_len:
+            score_end = min(end, sequence.prompt_len - 1)
+            num_scored = max(0, score_end - max(start, sequence.scored_len - 1))
+            sequence.scored_len += num_scored
+            plan.num_reads += num_scored
+            chunk = chunk._replace(num_scored=num_scored, score_end=score_end)
+        plan.chunks.append(chunk)
         plan.num_tokens += length
+        plan.num_reads += samples
         if start < sequence.prompt_len:
             self.counts["computed_prompt_tokens"] += min(end, sequence.prompt_len) - start
         sequence.computed_len = end

@@ -1,14 +1,14 @@
 """The seam: a step plan -> one packed int32 array in the shape of a bucket, and back into named arrays on the device.
 
-T tokens, B rows (`max_num_seqs`; row B of the page table is scratch, as page 0 of the store is), P pages a row, K
-samples.
+T tokens, B rows (`max_num_seqs`; row B of the page table is scratch, as page 0 of the store is; tokens of row B + 1 are
+written nowhere), P pages a row, K positions whose logits are read (`sample_…`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +19,15 @@ from prefix_jax.forest import Costs, PerChunk, Run, choose_runs
 from prefix_jax.request import Sequence
 from prefix_jax.scheduler import StepPlan
 from prefix_jax.tile_plan import TILE_FIELDS, TilePlan, TileShape, tile_plan
+from prefix_jax.token_rules import RuleRow, TokenRules, no_rules
+
+SAMPLING_FIELDS = {  # of each row whose logits are read; where nothing is asked
+    "temperature": np.float32(0),
+    "top_k": np.int32(0),
+    "top_p": np.float32(1),
+    "min_p": np.float32(0),
+    "num_logprobs": np.int32(-1),
+}
 
 
 @dataclass(frozen=True)
@@ -79,9 +88,7 @@ class Bucket:
         t, k = self.num_tokens, self.num_samples
         fields: dict[str, tuple[int, ...]] = dict.fromkeys(("token", "source", "position", "row"), (t,))
         fields |= dict.fromkeys(("change_index", "change_page"), (t,))
-        fields |= dict.fromkeys(
-            ("sample_token", "sample_row", "sample_position", "temperature", "top_k", "top_p"), (k,)
-        )
+        fields |= dict.fromkeys(("sample_token", "sample_row", "sample_position", "target", *SAMPLING_FIELDS), (k,))
         fields["seed"] = (k, 2)
         for kind, shape in zip(self.lists, self.shapes, strict=True):
             fields |= {f"{kind}.{name}": (shape.tiles,) for name in ("row", "start", "end")}
@@ -177,13 +184,16 @@ def _sizes(smallest: int, largest: int, step: int) -> list[int]:
 @dataclass(frozen=True)
 class StepBatch:
     """One step for the device. Before it, `copies` (page from, page to), then `arrivals` (page, values), and
-    `early_changes` of the page table (flat index, page), which did not fit into the step, are to be applied."""
+    `early_changes` of the page table (flat index, page), which did not fit into the step, are to be applied, and
+    `rules` of rows."""
 
     bucket: Bucket
     packed: Int[np.ndarray, " packed_len"]
     copies: list[tuple[int, int]]
     early_changes: Int[np.ndarray, "2 n"]
     arrivals: dict[int, Any]
+    rules: dict[int, RuleRow] = field(default_factory=dict)
+    wants_logprobs: bool = False
 
 
 class Batcher:
@@ -198,16 +208,17 @@ class Batcher:
         self.max_pages = max_pages
         self.page_size = page_size
         self.costs = costs
+        self.nowhere = max_num_seqs + 1  # the row of tokens whose K and V are not written
         self.has_shared = any(bucket.kind == "shared" for bucket in buckets)
-        self.temperature = np.zeros(max_num_seqs, np.float32)
-        self.top_k = np.zeros(max_num_seqs, np.int32)
-        self.top_p = np.ones(max_num_seqs, np.float32)
-        self.seed = np.zeros((max_num_seqs, 2), np.uint32)
+        # What padding has, and each row: fields of the batch.
+        self.sampling = {name: (start, np.full(max_num_seqs, start)) for name, start in SAMPLING_FIELDS.items()}
+        self.sampling["seed"] = (np.uint32(0), np.zeros((max_num_seqs, 2), np.uint32))
         self.page_table = np.zeros((max_num_seqs, max_pages), np.int32)  # as the device has it
         self.forget_rows()
 
     def forget_rows(self) -> None:
         self.owners: list[Sequence | None] = [None] * self.max_num_seqs
+        self.ruled: dict[int, TokenRules] = {}  # rows whose rules on the device are not empty
         self.kept_for: tuple[bytes, bytes] | None = None  # rows and lengths whose runs are kept
         self.runs: list[Run] = []
         self.covered = np.zeros(self.max_num_seqs, np.int64)  # columns of each row that lie in kept runs
@@ -220,9 +231,8 @@ class Batcher:
     def build(self, plan: StepPlan, bucket: Bucket | None = None) -> StepBatch:
         """The arrays of a plan in its bucket, or in a larger one; an empty plan gives a step of padding alone."""
         chunks = plan.chunks
-        rows = np.array([chunk.row for chunk in chunks], np.int64)
-        starts = np.array([chunk.start for chunk in chunks], np.int64)
-        lengths = np.array([chunk.length for chunk in chunks], np.int64)
+        numbers = [(chunk.row, chunk.start, chunk.length, chunk.write_from) for chunk in chunks]
+        rows, starts, lengths, written = np.array(numbers, np.int64).reshape(-1, 4).T
         changes = self._take_changes(plan)
         runs: list[Run] = []
         if bucket is None:
@@ -235,9 +245,13 @@ class Batcher:
         ends = np.cumsum(lengths)
         views["row"][:] = self.max_num_seqs
         views["row"][:count] = np.repeat(rows, lengths)
+        for i in np.flatnonzero(written > starts):
+            first = ends[i] - lengths[i]
+            views["row"][first : min(first + written[i] - starts[i], ends[i])] = self.nowhere
         views["position"][:count] = np.arange(count) + np.repeat(starts - ends + lengths, lengths)
         self._fill_tokens(plan, ends, views)
-        self._fill_samples(plan, rows, ends, starts + lengths, views)
+        rules = self._take_rules(plan)
+        self._fill_reads(plan, rows, ends, starts + lengths, views)
         early_changes = self._fill_changes(changes, views)
         tiles = tile_plan(
             rows,
@@ -249,7 +263,8 @@ class Batcher:
             page_size=self.page_size,
         )
         bucket.fill_tiles(tiles, views)
-        return StepBatch(bucket, packed, plan.copies, early_changes, plan.arrivals)
+        wants_logprobs = bool((views["num_logprobs"] >= 0).any())
+        return StepBatch(bucket, packed, plan.copies, early_changes, plan.arrivals, rules, wants_logprobs)
 
     def _shared_runs(self, rows, starts, lengths, changes: Int[np.ndarray, "3 n"]) -> list[Run]:
         """The runs of pages that are worth tiles of their own; kept while the rows stay and no shared page changes."""
@@ -300,30 +315,55 @@ class Batcher:
             else:
                 token[end - chunk.length : end] = chunk.sequence.tokens[chunk.start : chunk.end]
 
-    def _fill_samples(self, plan: StepPlan, rows: np.ndarray, ends: np.ndarray, positions: np.ndarray, views) -> None:
-        """The rows that yield a token, and how each is to be sampled."""
-        for chunk in plan.chunks:
-            if self.owners[chunk.row] is not chunk.sequence:
-                self._set_owner(chunk.row, chunk.sequence)
+    def _fill_reads(self, plan: StepPlan, rows: np.ndarray, ends: np.ndarray, positions: np.ndarray, views) -> None:
+        """The positions whose logits are read: first those that yield a token of their row, and how it is to be drawn,
+        then those that yield log-probabilities of a token that is known."""
         samples = np.array([chunk.samples for chunk in plan.chunks], bool)
         row, count = rows[samples], int(samples.sum())
         views["sample_row"][:] = self.max_num_seqs
         views["sample_row"][:count] = row
         views["sample_token"][:count] = ends[samples] - 1
         views["sample_position"][:count] = positions[samples]
-        views["temperature"][:count] = self.temperature[row].view(np.int32)
-        views["top_p"][:] = np.float32(1).view(np.int32)
-        views["top_p"][:count] = self.top_p[row].view(np.int32)
-        views["top_k"][:count] = self.top_k[row]
-        views["seed"][:count] = self.seed[row].view(np.int32)
+        for name, (default, values) in self.sampling.items():
+            views[name][:] = default.view(np.int32)
+            views[name][:count] = values[row].view(np.int32)
+        views["target"][:] = -1
+        for first, index in plan.numbered_scores():
+            chunk = plan.chunks[index]
+            scored = np.arange(chunk.score_end - chunk.num_scored, chunk.score_end)
+            here = slice(first, first + chunk.num_scored)
+            views["sample_token"][here] = ends[index] - chunk.end + scored
+            views["sample_position"][here] = scored + 1
+            views["num_logprobs"][here] = chunk.sequence.request.sampling.prompt_logprobs
+            views["target"][here] = chunk.sequence.tokens[scored[0] + 1 : scored[-1] + 2]
+
+    def _take_rules(self, plan: StepPlan) -> dict[int, RuleRow]:
+        """The rows whose rules the device does not know yet: of new owners, and where they hang on the last tokens."""
+        rules: dict[int, RuleRow] = {}
+        for chunk in plan.chunks:
+            row, sequence = chunk.row, chunk.sequence
+            own = sequence.rules
+            if self.owners[row] is not sequence:
+                self._set_owner(row, sequence)
+                if own is not None:
+                    rules[row] = own.row(sequence.tokens)
+                elif (former := self.ruled.pop(row, None)) is not None:
+                    rules[row] = no_rules(former.vocab_size)
+            elif own is not None and own.needs_tokens:
+                rules[row] = own.row(sequence.tokens)
+            if own is not None:
+                self.ruled[row] = own
+        return rules
 
     def _set_owner(self, row: int, sequence: Sequence) -> None:
-        sampling = sequence.request.sampling
+        asked = sequence.request.sampling
         self.owners[row] = sequence
-        self.temperature[row] = sampling.temperature
-        self.top_k[row] = max(sampling.top_k, 0)
-        self.top_p[row] = sampling.top_p
-        self.seed[row] = sequence.seed >> 32, sequence.seed & 0xFFFFFFFF
+        for name, (_, values) in self.sampling.items():
+            if name != "seed":
+                value = getattr(asked, "logprobs" if name == "num_logprobs" else name)
+                values[row] = -1 if value is None else value
+        self.sampling["top_k"][1][row] = max(asked.top_k, 0)
+        self.sampling["seed"][1][row] = sequence.seed >> 32, sequence.seed & 0xFFFFFFFF
 
     def _take_changes(self, plan: StepPlan) -> Int[np.ndarray, "3 n"]:
         """What changed in the rows' pages since the device last heard: row, column, page."""

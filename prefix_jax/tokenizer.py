@@ -3,6 +3,7 @@
 Chat templates are rendered as transformers renders them. Decoding is incremental and in whole characters.
 """
 
+import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -90,27 +91,59 @@ class Tokenizer:
             ids = ids[1:]
         return [self.bos_id, *ids] if self._add_bos and ids[:1] != [self.bos_id] else ids
 
-    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+    def encode_word(self, text: str) -> list[list[int]]:
+        """The ids that a text may have inside another: at its beginning, and behind a space."""
+        ways = [self.encode_rendered(text), self.encode_rendered(" " + text.lstrip())]
+        return [ids for i, ids in enumerate(ways) if ids and ids not in ways[:i]]
+
+    def decode(
+        self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
+    ) -> str:
         """Text of the ids; ids the tokenizer does not know give none."""
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        if skip_special_tokens or spaces_between_special_tokens:
+            return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        pieces = []
+        for is_special, group in itertools.groupby(ids, key=self._special_ids.__contains__):
+            run = list(group)
+            pieces += map(self._backend.id_to_token, run) if is_special else [self._backend.decode(run)]
+        return "".join(pieces)
 
     def decode_output(
-        self, prompt_ids: Sequence[int], output_ids: Sequence[int], skip_special_tokens: bool = True
+        self,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int],
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
     ) -> str:
         """The whole text of an output: what an IncrementalDecoder gives for it piece by piece."""
-        return IncrementalDecoder(self, prompt_ids, skip_special_tokens).finish(output_ids)
+        decoder = IncrementalDecoder(self, prompt_ids, skip_special_tokens, spaces_between_special_tokens)
+        return decoder.finish(output_ids)
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-        """The chat template over `messages` (role, content). ValueError without a template, or when it refuses."""
-        if self.chat_template is None:
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        chat_template: str | None = None,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
+        """The chat template (None: the tokenizer's own) over `messages` (role, content). continue_final_message: the
+        text ends with the last message's content, for the model to go on. tools: JSON schemas of functions that the
+        template tells the model of. ValueError without a template, or when it refuses."""
+        if chat_template is None and self.chat_template is None:
             raise ValueError("the tokenizer has no chat template; pass the prompt as text or token ids")
+        if continue_final_message and add_generation_prompt:
+            raise ValueError("continue_final_message and add_generation_prompt exclude each other")
         try:
-            return self._compiled_template.render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=add_generation_prompt,
+            template = self._compiled_template if chat_template is None else _compile_template(chat_template)
+            text = template.render(
+                messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             )  # fmt: skip
         except (jinja2.TemplateError, TypeError) as error:
             raise ValueError(f"the chat template refused the messages: {error}") from error
+        return _cut_behind(text, messages[-1]) if continue_final_message else text
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
         """Ids of the rendered chat; the template alone says which special tokens there are."""
@@ -142,16 +175,11 @@ class Tokenizer:
 
     @cached_property
     def _compiled_template(self) -> jinja2.Template:
-        def raise_exception(message: str):
-            raise jinja2.TemplateError(message)
+        return _compile_template(self.chat_template)
 
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes HTML
-        environment.globals["raise_exception"] = raise_exception
-        environment.globals["strftime_now"] = lambda style: datetime.now().strftime(style)
-        return environment.from_string(self.chat_template)
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        return frozenset(i for i, token in self._backend.get_added_tokens_decoder().items() if token.special)
 
 
 class IncrementalDecoder:
@@ -162,9 +190,15 @@ class IncrementalDecoder:
     character keep it, where decode() turns the whole run into replacements once a later byte of it is invalid.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True):
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+    ):
         self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
+        self._options = skip_special_tokens, spaces_between_special_tokens
         self._window: list[int] = []  # recent ids; older ones no longer matter
         self._pending: list[int] = []  # its last ids, whose text has not been given in full
         self._given = ""  # text of the window that has been given
@@ -219,7 +253,7 @@ class IncrementalDecoder:
         return list(ids[start:])
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, self._skip_special_tokens)
+        return self._tokenizer.decode(ids, *self._options)
 
 
 _LAST_RUN = re.compile(r"\s*(\w+|[^\w\s]+)?\s*\Z")
@@ -246,6 +280,29 @@ _CONTINUATIONS = (
     "あ",
     "🙂",
 )
+
+
+def _compile_template(source: str) -> jinja2.Template:
+    def raise_exception(message: str):
+        raise jinja2.TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes HTML
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda style: datetime.now().strftime(style)
+    return environment.from_string(source)
+
+
+def _cut_behind(text: str, message: Mapping[str, Any]) -> str:
+    """A rendered chat up to the end of the content of its last message."""
+    content = message.get("content")
+    place = text.rfind(content.strip()) if isinstance(content, str) and content.strip() else -1
+    if place < 0:
+        raise ValueError(f"there is no content to continue in the last message, as it was rendered: {message!r:.80}")
+    kept = content.lstrip()  # by templates that keep spaces at the end
+    return text[: place + len(kept if text.startswith(kept, place) else content.strip())]
 
 
 def _common_start(ids: list[int], others: Iterable[list[int]]) -> list[int]:

@@ -142,7 +142,7 @@ def idle_shares(llm: LLM, batch: int, context: int, repeats: int) -> list[float]
         tokens = tuple(rng.integers(0, llm.model_config.vocab_size, context - i % 16).tolist())
         params = SamplingParams(temperature=0, ignore_eos=True)
         llm.engine.add(Request(f"idle-{i}", tokens, params, max_len=context + 30 + 20 * repeats))
-    while any(s.remaining > 1 or s.row is None for s in llm.engine.sequences.values()):
+    while any(s.remaining > 1 or s.row is None for answers in llm.engine.sequences.values() for s in answers):
         llm.engine.step()
     shares = []
     for _ in range(repeats):

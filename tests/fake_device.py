@@ -74,6 +74,8 @@ class FakeDevice:
         written = set()
         for t in sorted(range(len(tokens)), key=positions.__getitem__):
             row, position = rows[t], positions[t]
+            if row == self.batcher.nowhere:
+                continue  # computed for its logits alone
             if row == self.batcher.max_num_seqs:
                 assert self.table[row, position // self.page_size] == 0, "padding writes to the scratch page"
                 continue
@@ -126,14 +128,25 @@ class FakeEngine:
         self.sequences.append(sequence)
         return sequence
 
+    def add_answers(self, prompt, count, max_tokens=None, **options) -> list[Sequence]:
+        """Several answers to one prompt, which share its pages."""
+        answers: list[Sequence] = []
+        for index in range(count):
+            leader = answers[0] if answers else None
+            sequence = self.sequence(len(self.sequences), prompt, max_tokens, index=index, leader=leader, **options)
+            answers.append(sequence)
+            self.scheduler.add(sequence)
+            self.sequences.append(sequence)
+        return answers
+
     def add_batch(self, prompts, max_tokens=None) -> None:
         batch = [self.sequence(len(self.sequences) + i, prompt, max_tokens) for i, prompt in enumerate(prompts)]
         self.scheduler.add_batch(batch)
         self.sequences += batch
 
     def sequence(
-        self, order, prompt, max_tokens=None, *, stops=(), prefix_pos=0, salt=None, **options
-    ) -> Sequence:  # fmt: skip
+        self, order, prompt, max_tokens=None, *, stops=(), prefix_pos=0, salt=None, index=0, leader=None, **options
+    ) -> Sequence:
         max_len = self.max_len if max_tokens is None else min(len(prompt) + max_tokens, self.max_len)
         sampling = SamplingParams(max_tokens=max_tokens, stop_token_ids=tuple(stops))
         request = Request(
@@ -145,7 +158,7 @@ class FakeEngine:
             cache_salt=salt,
             **options,
         )
-        return Sequence(request, order, seed=0)
+        return Sequence(request, order, 0, index, leader)
 
     def abort(self, sequence) -> None:
         if sequence.finish_reason is None:

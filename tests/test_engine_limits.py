@@ -333,7 +333,7 @@ def test_an_interrupt_between_two_results_leaves_the_engine_clean():
 
     with pytest.raises(KeyboardInterrupt):
         generate(llm, prompts, [greedy(2 + 3 * i) for i in range(len(prompts))], on_output=interrupt)
-    assert not llm.engine.has_work and not llm.engine.sequences and not llm.engine.decoders
+    assert not llm.engine.has_work and not llm.engine.sequences
     assert not llm.engine.scheduler.running and not llm.engine.scheduler.waiting
     llm.engine.cache.check()
     forget(llm)

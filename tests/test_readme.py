@@ -10,6 +10,6 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```", README.read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", BLOCKS, ids=["generate", "prefixes", "own_jit"])
+@pytest.mark.parametrize("block", BLOCKS, ids=["generate", "prefixes", "answers", "own_jit"])
 def test_python_in_the_readme_runs(default_model, block):
     exec(compile(block, str(README), "exec"), {})

@@ -14,7 +14,10 @@ from prefix_jax.request import Request, SamplingParams, Sequence
         ("temperature", -0.1), ("temperature", math.nan), ("temperature", math.inf),
         ("temperature", 1e39), ("top_p", 0), ("top_p", 1.01),
         ("top_p", -1), ("top_p", math.nan), ("top_k", -2), ("top_k", 2**31), ("max_tokens", 0), ("max_tokens", -5),
-        ("seed", -1), ("seed", 2**64), ("stop", ""), ("stop", ["a", ""]), ("stop", [1]),
+        ("seed", -1), ("seed", 2**64), ("stop", ""), ("stop", ["a", ""]), ("stop", [1]), ("n", 0), ("min_p", -0.1),
+        ("min_p", 1.1), ("presence_penalty", 2.1), ("frequency_penalty", -2.1), ("repetition_penalty", 0),
+        ("repetition_penalty", -1), ("min_tokens", -1), ("logprobs", -1), ("logprobs", 21), ("prompt_logprobs", 21),
+        ("bad_words", [""]), ("logits_processors", [3]),
     ],
 )  # fmt: skip
 def test_a_value_out_of_range_is_refused_by_name(field, value):
@@ -28,7 +31,7 @@ def test_a_value_out_of_range_is_refused_by_name(field, value):
         ("temperature", "1"), ("temperature", None), ("temperature", True), ("top_p", "0.5"), ("top_k", 1.5),
         ("top_k", False), ("max_tokens", 2.0), ("max_tokens", True), ("seed", 1.0), ("seed", "x"),
         ("stop_token_ids", ["a"]), ("stop_token_ids", [1.0]), ("stop_token_ids", [True]), ("stop_token_ids", 5),
-        ("stop", 5),
+        ("stop", 5), ("logit_bias", [5]), ("allowed_token_ids", ["a"]), ("min_p", None), ("n", 1.0), ("logprobs", True),
     ],
 )  # fmt: skip
 def test_a_value_of_the_wrong_kind_is_refused_by_name(field, value):
@@ -76,3 +79,43 @@ def test_a_sequence_that_starts_over_keeps_its_tokens_and_nothing_of_the_device(
     assert sequence.tokens.tolist() == [1, 2, 3, 9]
     assert (sequence.order, sequence.seed, sequence.remaining) == (4, 7, 4)
     assert (sequence.row, sequence.table, sequence.planned_step) == (None, None, -1), "steps are counted anew"
+
+
+def test_what_contradicts_itself_is_refused():
+    """min_tokens over max_tokens (C50), zero tokens but for scoring (C65), a text that is not made."""
+    for params, words in [
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens must be at most max_tokens, got 5 and 4"),
+        ({"stop": "x", "detokenize": False}, "stop strings need the text"),
+        ({"best_of": 3}, "best_of is not supported, got 3"),
+        ({"allowed_token_ids": []}, "allowed_token_ids must name a token"),
+        ({"logit_bias": dict.fromkeys(range(513), 1.0)}, "at most 512 tokens, got 513"),
+        ({"logit_bias": {1: math.inf}}, "the bias of token 1 must be finite, got inf"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            SamplingParams(**params)
+    SamplingParams(max_tokens=0, prompt_logprobs=0)
+    SamplingParams(min_tokens=4, max_tokens=4)
+
+
+def test_biases_are_clamped_and_come_as_json_has_them():
+    """And what a caller changes afterwards changes nothing (C54: lmms-eval#1326)."""
+    biases = {"7": 250, 8: -1e9, 9: 0.5}
+    params = SamplingParams(logit_bias=biases)
+    biases[9] = 3
+    assert params.logit_bias == ((7, 100.0), (8, -100.0), (9, 0.5))
+    assert params.has_rules and not SamplingParams(top_k=3, min_p=0.1).has_rules
+    with pytest.raises(TypeError, match="a token in logit_bias must be an integer, got 'a'"):
+        SamplingParams(logit_bias={"a": 1})
+
+
+def test_a_sequence_that_scores_reads_logits_from_there_on():
+    request = Request("r", (1, 2, 3, 4, 5), SamplingParams(prompt_logprobs=1), max_len=7, score_from=2)
+    leader, other = Sequence(request, 0, seed=7), None
+    other = Sequence(request, 1, seed=8, index=1, leader=leader)
+    assert (leader.scored_len, leader.next_read, leader.is_scoring) == (2, 1, True)
+    assert (other.scored_len, other.next_read, other.is_scoring) == (5, 4, False), "one of the answers is enough"
+    leader.scored_len = 5
+    assert leader.next_read == 4, "the position that yields the first token of the output"
+    leader.prompt_logprobs = [None]
+    leader.reset()
+    assert leader.scored_len == 3, "what has not arrived is computed again"

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from engines import generate, make_llm
 
-from pallas_kernels.sampling import BLOCK, draw, gumbel, lowest_kept, threefry
+from pallas_kernels.logit_rules import LogitRules
+from pallas_kernels.sampling import BLOCK, Ruled, draw, gumbel, lowest_kept, threefry
 from prefix_jax import SamplingParams
 from prefix_jax.sampler import SamplingRows, sample
 
@@ -16,10 +17,12 @@ jitted_sample = jax.jit(sample, static_argnames="implementation")
 jitted_lowest_kept = jax.jit(lowest_kept, static_argnames="implementation")
 
 
-def kept_by_rule(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
-    """bool [V]: the top_k largest, then of these the smallest set with a mass of at least top_p; ties with its last."""
+def kept_by_rule(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float = 0.0) -> np.ndarray:
+    """bool [V]: the top_k largest that are at least min_p times as likely as the best, then of these the smallest set
+    with a mass of at least top_p; ties with its last."""
     x = logits.astype(np.float64)
     kept = x >= np.sort(x)[-min(top_k, len(x))] if top_k > 0 else np.ones(len(x), bool)
+    kept &= np.exp((x - x.max()) / (temperature or 1)) >= min_p
     if top_p < 1:
         mass = np.where(kept, np.exp((x - x.max()) / (temperature or 1)), 0)
         order = np.argsort(-x, kind="stable")
@@ -28,16 +31,21 @@ def kept_by_rule(logits: np.ndarray, temperature: float, top_k: int, top_p: floa
     return kept
 
 
-def lowest(logits, temperature, top_k, top_p, implementation) -> np.ndarray:
+def no_rows_ruled(logits) -> Ruled:
+    logits = jnp.asarray(logits, jnp.float32)
+    return Ruled(logits, logits, jnp.zeros(len(logits), jnp.int32))
+
+
+def lowest(logits, temperature, top_k, top_p, implementation, min_p=0.0) -> np.ndarray:
     """float32 [B]: the smallest logit that may be drawn, for every row with its own parameters."""
     logits = np.atleast_2d(np.asarray(logits, np.float32))
     rows = len(logits)
-    spread = (np.broadcast_to(np.asarray(value, dtype), rows) for value, dtype in
-              ((temperature, np.float32), (top_k, np.int32), (top_p, np.float32)))  # fmt: skip
-    return np.asarray(jitted_lowest_kept(jnp.asarray(logits), *map(jnp.asarray, spread), implementation=implementation))
+    spread = (jnp.asarray(np.broadcast_to(np.asarray(value, dtype), rows)) for value, dtype in
+              ((temperature, np.float32), (top_k, np.int32), (top_p, np.float32), (min_p, np.float32)))  # fmt: skip
+    return np.asarray(jitted_lowest_kept(no_rows_ruled(logits), *spread, implementation=implementation))
 
 
-def rows_of(count: int, *, temperature=1.0, top_k=0, top_p=1.0, seed=None, position=None) -> SamplingRows:
+def rows_of(count: int, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=None, position=None) -> SamplingRows:
     """Rows of equal or given parameters; by default every row has a seed and a position of its own."""
 
     def spread(value, dtype):
@@ -48,13 +56,21 @@ def rows_of(count: int, *, temperature=1.0, top_k=0, top_p=1.0, seed=None, posit
         temperature=spread(temperature, np.float32),
         top_k=spread(top_k, np.int32),
         top_p=spread(top_p, np.float32),
+        min_p=spread(min_p, np.float32),
+        row=spread(0, np.int32),
+        last_token=spread(0, np.int32),
+        num_logprobs=spread(-1, np.int32),
+        target=spread(-1, np.int32),
         seed=jnp.asarray(np.stack([seeds * 0 + 7, seeds], axis=1).astype(np.uint32)),
         position=spread(np.arange(count) if position is None else position, np.int32),
     )
 
 
 def sampled(logits, rows: SamplingRows, implementation: str) -> np.ndarray:
-    return np.asarray(jitted_sample(jnp.asarray(logits, jnp.float32), rows, implementation=implementation))
+    logits = jnp.asarray(logits, jnp.float32)
+    return np.asarray(
+        jitted_sample(logits, rows, LogitRules.empty(1, logits.shape[1]), implementation=implementation)[0]
+    )
 
 
 def check_shares(tokens: np.ndarray, probabilities: np.ndarray, limit: float) -> None:
@@ -99,13 +115,20 @@ def test_the_kept_set_is_that_of_a_sort(vocab, implementation):
     temperature = rng.choice([0.01, 0.5, 1, 3], rows)
     top_k = rng.choice([0, 1, 2, 7, vocab - 1, vocab], rows)
     top_p = rng.choice([1e-6, 0.1, 0.5, 0.9, 0.999, 1], rows)
-    bounds = lowest(logits, temperature, top_k, top_p, implementation)
+    min_p = rng.choice([0, 0, 1e-3, 0.5, 1], rows)
+    bounds = lowest(logits, temperature, top_k, top_p, implementation, min_p)
     for row in range(rows):
-        expected = kept_by_rule(logits[row], temperature[row], top_k[row], top_p[row])
+        expected = kept_by_rule(logits[row], temperature[row], top_k[row], top_p[row], min_p[row])
         difference = (logits[row] >= bounds[row]) != expected
         if difference.any():  # the mass of a token this close to p is lost in the rounding of a sum
             mass = np.exp((logits[row].astype(np.float64) - logits[row].max()) / temperature[row])
-            assert mass[difference].sum() / mass.sum() < 1e-5, (row, temperature[row], top_k[row], top_p[row])
+            near_min_p = np.abs(mass / max(min_p[row], 1e-9) - 1) < 1e-4
+            assert mass[difference & ~near_min_p].sum() / mass.sum() < 1e-5, (
+                row,
+                temperature[row],
+                top_k[row],
+                top_p[row],
+            )
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -173,21 +196,14 @@ def test_greedy_takes_the_first_of_equal_bests(implementation):
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"top_k": 20}, {"top_p": 0.7, "temperature": 0.3}, {"top_k": 50, "top_p": 0.2}]
+    "settings", [{}, {"top_k": 20}, {"top_p": 0.7, "temperature": 0.3}, {"top_k": 50, "top_p": 0.2}, {"min_p": 0.01}]
 )
 def test_both_implementations_draw_the_same_token(settings):
     logits = np.random.default_rng(2).standard_normal((8, BLOCK + 77)).astype(np.float32) * 4
     rows = rows_of(8, **settings)
     np.testing.assert_array_equal(*(sampled(logits, rows, implementation) for implementation in IMPLEMENTATIONS))
-    bounds = [
-        np.asarray(
-            jitted_lowest_kept(
-                jnp.asarray(logits), rows.temperature, rows.top_k, rows.top_p, implementation=implementation
-            )
-        )
-        for implementation in IMPLEMENTATIONS
-    ]
-    np.testing.assert_array_equal(*bounds)
+    asked = rows.temperature, rows.top_k, rows.top_p
+    np.testing.assert_array_equal(*(lowest(logits, *asked, how, rows.min_p) for how in IMPLEMENTATIONS))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -212,13 +228,17 @@ def test_a_sample_hangs_on_its_own_row_alone(implementation):
         ({"top_k": 4}, 21.1),
         ({"top_p": 0.5}, 42.6),
         ({"top_k": 6, "top_p": 0.9}, 42.6),
+        ({"min_p": 0.3, "temperature": 0.7}, 42.6),
+        ({"min_p": 0.05, "top_p": 0.8, "top_k": 8}, 42.6),
     ],
 )
 def test_tokens_come_as_often_as_they_should(settings, limit, implementation):
     count, vocab = 2000 if implementation == "xla" else 400, 12
     logits = np.random.default_rng(5).standard_normal(vocab).astype(np.float32)
     temperature = settings.get("temperature", 1.0)
-    kept = kept_by_rule(logits, temperature, settings.get("top_k", 0), settings.get("top_p", 1.0))
+    kept = kept_by_rule(
+        logits, temperature, settings.get("top_k", 0), settings.get("top_p", 1.0), settings.get("min_p", 0.0)
+    )
     shares = np.where(kept, np.exp(logits.astype(np.float64) / temperature), 0)
     by_seed = sampled(np.tile(logits, (count, 1)), rows_of(count, position=3, **settings), implementation)
     by_position = sampled(np.tile(logits, (count, 1)), rows_of(count, seed=11, **settings), implementation)
@@ -263,7 +283,7 @@ def test_every_seed_and_position_has_its_own_noise(implementation):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_draw_takes_nothing_below_the_lowest(implementation):
-    logits = jnp.tile(jnp.arange(10.0), (50, 1))
+    logits = no_rows_ruled(np.tile(np.arange(10.0), (50, 1)))
     key = jnp.stack([jnp.arange(50, dtype=jnp.uint32)] * 2, axis=1)
     ones = jnp.ones(50)
     assert set(np.asarray(draw(logits, 9 * ones, 100 * ones, key, implementation=implementation))) == {9}

@@ -445,6 +445,24 @@ def test_a_thousand_requests_leave_no_page_behind(caching):
         assert len(engine.cache.pool) == 64
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_answers_to_one_prompt_over_random_work_in_a_tight_pool(seed):
+    """Pages are copied as earlier steps left them, whoever was preempted, aborted or started anew in this one."""
+    rng = random.Random(seed)
+    caching, size = seed % 3 > 0, rng.choice([2, 4, 16])
+    engine = FakeEngine(
+        72 // size, size, budget=rng.choice([8, 24, 64]), num_seqs=rng.choice([2, 5, 8]), caching=caching
+    )
+    for prompt in shared_prompts(rng, 25, 40):
+        mode = rng.choice(["readwrite", "readwrite", "read", "write", "off"])
+        engine.add_answers(prompt, rng.randint(1, 5), rng.randint(1, 20), stops=rng.choice([(), (1,)]), cache_mode=mode)
+    engine.run(6000, lambda engine: engine.abort(rng.choice(engine.sequences)) if rng.random() < 0.01 else None)
+    engine.check_outputs()
+    counts = engine.scheduler.counts
+    assert counts["preemptions"] or engine.scheduler.max_num_seqs < 8
+    assert counts["forked_tokens"] or not caching
+
+
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33, 48])
 def test_a_prompt_that_is_cached_whole_still_computes_its_last_token(length):
     """C01: every page hits, nothing is left to compute, there is nothing to sample from (nano-vllm#144, vllm#3239)."""

@@ -1,0 +1,354 @@
+"""Several answers to a prompt, answers while they grow, conversations, beams, and SGLang's words for it all."""
+
+import itertools
+import threading
+
+import numpy as np
+import pytest
+from engines import (
+    SMALL,
+    TIGHT,
+    TINY,
+    IdealCache,
+    cached_of,
+    check_greedy,
+    compiling_once,
+    family,
+    generate,
+    greedy,
+    make_llm,
+    oracle_of,
+    random_prompts,
+    tiny_folder,
+    tokens_of,
+)
+from scipy.special import log_softmax
+
+from prefix_jax import BeamSearchParams, SamplingParams, sglang
+
+
+def answers_of(outputs) -> list[list[list[int]]]:
+    return [[answer.token_ids for answer in output.outputs] for output in outputs]
+
+
+def sampled(max_tokens=6, **params) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": max_tokens, "ignore_eos": True, "seed": 5, "temperature": 3.0, **params})
+
+
+# Several answers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [1, 5, 16, 31, 32, 33, 40])
+def test_answers_share_the_prompts_pages(length):
+    """Each answer after the first starts with the prompt's pages and a copy of the one in which it ends: it computes
+    the prompt's last position and no other of it."""
+    llm = make_llm()
+    (prompt,) = random_prompts(20, length)
+    (output,) = generate(llm, [prompt], sampled(n=5))
+    assert [answer.index for answer in output.outputs] == [0, 1, 2, 3, 4]
+    assert all(len(answer.token_ids) == 6 and answer.finish_reason == "length" for answer in output.outputs)
+    assert len(set(map(tuple, answers_of([output])[0]))) > 1, "they differ"
+    assert llm.stats["forked_tokens"] == 4 * (length - 1)
+    assert llm.stats["computed_prompt_tokens"] == length + 4
+    assert output.num_cached_tokens == 0 and llm.stats["cached_tokens"] == 0
+    singles = [[*prompt, *answer.token_ids][:-1] for answer in output.outputs]
+    pages = {tuple(tokens[: 16 * (i + 1)]) for tokens in singles for i in range(len(tokens) // 16)}
+    assert len(list(llm.engine.cache.trie)) == len(pages)
+    ideal = IdealCache(16)
+    ideal.known = [tokens[: len(tokens) // 16 * 16] for tokens in singles]
+    assert cached_of(generate(llm, [prompt], greedy(1))) == [ideal.hits(prompt)]
+
+
+def test_each_answer_is_reproducible_and_none_is_another():
+    """The n samples of a request differ, each reproducible: alone, in company, without a cache, in a tight pool."""
+    prompts = random_prompts(21, 20, 37, 6)
+    params = [sampled(n=3), sampled(n=2, seed=9), greedy(6)]
+    llm = make_llm()
+    alone = [answers_of(generate(llm, [prompt], own))[0] for prompt, own in zip(prompts, params, strict=True)]
+    for options in (SMALL, {"enable_prefix_caching": False}, TIGHT):
+        llm = make_llm(**options)
+        outputs = generate(llm, prompts, params)
+        assert answers_of(outputs) == alone
+        check_greedy(outputs[2:])
+    assert llm.stats["preemptions"] > 0
+    assert generate(make_llm(), prompts[:1], sampled(n=3, seed=6))[0].outputs[1].token_ids != alone[0][1]
+    assert answers_of(generate(make_llm(), prompts[:1], sampled(n=1)))[0][0] == alone[0][0]
+
+
+def test_greedy_answers_are_alike_and_more_than_there_are_rows():
+    llm = make_llm(**TINY)
+    (prompt,) = random_prompts(22, 21)
+    (output,) = generate(llm, [prompt], greedy(5, n=7))
+    assert len(set(map(tuple, answers_of([output])[0]))) == 1
+    check_greedy([output])
+    assert llm.stats["computed_prompt_tokens"] < 21 + 6 * 6, "those that come late find the pages"
+
+
+def test_an_answer_may_end_before_the_first_begins_to_share():
+    llm = make_llm(**TINY)
+    (prompt,) = random_prompts(23, 21)
+    (output,) = generate(llm, [prompt], greedy(1, n=5))
+    assert len(set(map(tuple, answers_of([output])[0]))) == 1
+    (zero,) = generate(llm, [prompt], greedy(0, n=3, prompt_logprobs=0))
+    assert answers_of([zero]) == [[[], [], []]] and len(zero.prompt_logprobs) == 21
+    llm.abort("nobody")
+
+
+def test_an_abort_ends_all_answers(monkeypatch):
+    llm = make_llm()
+    (prompt,) = random_prompts(24, 9)
+    step, count = llm.engine.step, itertools.count()
+    monkeypatch.setattr(llm.engine, "step", lambda: (llm.abort("mine") if next(count) == 4 else None, step())[1])
+    (output,) = generate(llm, [{"prompt_token_ids": prompt, "request_id": "mine"}], sampled(40, n=3))
+    assert {answer.finish_reason for answer in output.outputs} == {"abort"}
+    assert all(0 < len(answer.token_ids) < 40 for answer in output.outputs) and not llm.engine.sequences
+
+
+# While they grow ------------------------------------------------------------------------------------------------------
+
+
+def joined(deltas) -> dict[tuple[int, int], tuple[str, list[int], str | None]]:
+    """Text, tokens and reason of each (prompt, answer)."""
+    whole: dict = {}
+    for output in deltas:
+        (answer,) = output.outputs
+        text, tokens, reason = whole.get((output.index, answer.index), ("", [], None))
+        assert reason is None, "nothing comes after the end"
+        whole[output.index, answer.index] = (text + answer.text, tokens + answer.token_ids, answer.finish_reason)
+    return whole
+
+
+def test_deltas_together_are_the_answer():
+    """Characters split over tokens: exo#1691, ferrox#124, dynamo#12630 (C57)."""
+    llm = make_llm()
+    prompts, params = family(25), [sampled(9, seed=i, n=1 + i % 3, logprobs=1) for i in range(8)]
+    expected = generate(llm, prompts, params)
+    deltas = list(llm.stream(prompts, params))
+    assert len(deltas) > 8 * 5 and sum(delta.finished for delta in deltas) == 8
+    whole = joined(deltas)
+    for output in expected:
+        for answer in output.outputs:
+            got = whole.pop((output.index, answer.index))
+            assert got == (answer.text, answer.token_ids, "length")
+            own = [
+                d.outputs[0].logprobs for d in deltas if (d.index, d.outputs[0].index) == (output.index, answer.index)
+            ]
+            assert [list(e) for part in own for e in part] == [list(e) for e in answer.logprobs]
+    assert not whole
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_what_may_become_a_stop_string_waits(include):
+    """Text is given out before a match can be seen: vllm#45636, vllm#11089 (C56)."""
+    llm = make_llm()
+    (prompt,) = random_prompts(26, 12)
+    text = generate(llm, [prompt], sampled(30))[0].outputs[0].text
+    for begin, length in [(5, 1), (5, 2), (9, 4), (2, 6)]:
+        stop = [text[begin : begin + length], "never, I hope"]
+        params = sampled(30, stop=stop, include_stop_str_in_output=include)
+        (output,) = generate(llm, [prompt], params)
+        found = text.find(stop[0])
+        assert output.outputs[0].text == text[: found + (len(stop[0]) if include else 0)]
+        assert output.outputs[0].stop_reason == stop[0]
+        deltas = list(llm.stream([prompt], params))
+        assert joined(deltas)[0, 0] == (output.outputs[0].text, output.outputs[0].token_ids, "stop")
+
+
+def test_min_tokens_holds_against_every_kind_of_end():
+    """Stop strings, further end tokens: vllm#21987 (C50)."""
+    llm = make_llm()
+    (prompt,) = random_prompts(27, 12)
+    plain = generate(llm, [prompt], sampled(30))[0].outputs[0]
+    ends = {"stop_token_ids": plain.token_ids[2:3], "stop": plain.text[1:2]}
+    for name, value in ends.items():
+        (early,) = generate(llm, [prompt], sampled(30, **{name: value}))
+        assert len(early.outputs[0].token_ids) < 10
+        (late,) = generate(llm, [prompt], sampled(30, min_tokens=10, **{name: value}))
+        assert len(late.outputs[0].token_ids) >= 10
+    eos = make_llm(tiny_folder(eos_token_id=plain.token_ids[1]))
+    assert len(generate(eos, [prompt], sampled(30, ignore_eos=False))[0].outputs[0].token_ids) == 2
+    assert len(generate(eos, [prompt], sampled(30, ignore_eos=False, min_tokens=10))[0].outputs[0].token_ids) >= 10
+    (exact,) = generate(llm, [prompt], sampled(10, min_tokens=10, stop=plain.text[1:2]))
+    assert len(exact.outputs[0].token_ids) == 10
+
+
+def test_a_stream_that_is_left_leaves_nothing_behind():
+    llm = make_llm()
+    for _, _ in zip(llm.stream(random_prompts(28, 9, 9), sampled(50)), range(3), strict=False):
+        pass
+    assert not llm.engine.sequences and not llm._inboxes and not llm.engine.has_work
+    with pytest.raises(ValueError, match=r"prompts\[0\]: the prompt is empty"):
+        llm.stream([[]])
+
+
+def test_streams_of_two_threads_and_an_abort_from_a_third():
+    llm = make_llm()
+    prompts = random_prompts(29, 11, 12)
+    expected = [generate(llm, [prompt], sampled(40))[0].outputs[0].token_ids for prompt in prompts]
+    got: dict[int, list] = {}
+
+    def run(i: int) -> None:
+        asked = {"prompt_token_ids": prompts[i], "request_id": f"r{i}"}
+        got[i] = []
+        for delta in llm.stream([asked], sampled(40)):
+            got[i].append(delta)
+            if i == 1 and len(got[i]) == 5:
+                threading.Thread(target=llm.abort, args=("r1",)).start()
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+    [thread.start() for thread in threads]
+    [thread.join(60) for thread in threads]
+    (whole,), (cut,) = (joined(got[i]).values() for i in range(2))
+    assert whole[1:] == (expected[0], "length")
+    assert cut[2] == "abort" and 5 <= len(cut[1]) < 40 and cut[1] == expected[1][: len(cut[1])]
+
+
+# Conversations --------------------------------------------------------------------------------------------------------
+
+
+def test_chat_renders_one_conversation_or_many():
+    """BOS twice: vllm#27486, vllm#15695, tpu-inference#936 (C60)."""
+    llm = make_llm()
+    user = {"role": "user", "content": "and?"}
+    (one,) = llm.chat([user], greedy(3), use_tqdm=False)
+    assert one.prompt_token_ids == llm.tokenizer.encode_chat([user])
+    many = llm.chat([[user], [user, {"role": "assistant", "content": "the hen"}, user]], greedy(3), use_tqdm=False)
+    assert tokens_of(many[:1]) == tokens_of([one]) and cached_of(many)[0] == len(one.prompt_token_ids) // 16 * 16
+    (same,) = generate(llm, [one.prompt_token_ids], greedy(3))
+    assert tokens_of([same]) == tokens_of([one])
+    for wrong in ([], "hi", {}):
+        with pytest.raises(ValueError, match="messages must be a conversation"):
+            llm.chat(wrong, greedy(3))
+
+
+def test_chat_goes_on_with_the_last_message_and_names_tools():
+    llm = make_llm()
+    user, begun = {"role": "user", "content": "and?"}, {"role": "assistant", "content": " the hen "}
+    how = {"add_generation_prompt": False, "continue_final_message": True}
+    (output,) = llm.chat([user, begun], greedy(3), use_tqdm=False, **how)
+    assert output.prompt == "<|user|>and?<|end|><|assistant|> the hen "
+    template = (
+        "{% for t in tools %}[{{ t.name }}]{% endfor %}{% for m in messages %}{{ m.content | trim }}{% endfor %}!"
+    )
+    own = {"chat_template": template, "tools": [{"name": "f"}, {"name": "g"}]}
+    assert llm.chat([user], greedy(3), use_tqdm=False, **own)[0].prompt == "[f][g]and?!"
+    assert llm.chat([user, begun], greedy(3), use_tqdm=False, **own, **how)[0].prompt == "[f][g]and?the hen"
+    for messages, options, error in [
+        ([user], {"continue_final_message": True}, "exclude each other"),
+        ([{"role": "user", "content": " "}], how, "no content to continue"),
+        ([user], {"chat_template": "{{ raise_exception('no') }}"}, "refused the messages: no"),
+    ]:
+        with pytest.raises(ValueError, match=error):
+            llm.chat(messages, greedy(3), **options)
+
+
+def test_encode_gives_what_generate_takes():
+    llm = make_llm()
+    text = "the hen and the other one"
+    assert generate(llm, [text])[0].prompt_token_ids == llm.encode(text) == llm.encode([text, "x"])[0]
+
+
+def test_a_text_is_made_only_where_it_is_wanted():
+    llm = make_llm()
+    (prompt,) = random_prompts(30, 12)
+    (output,) = generate(llm, [prompt], sampled(5, detokenize=False))
+    assert output.outputs[0].text == "" and len(output.outputs[0].token_ids) == 5
+    assert {text for text, *_ in joined(llm.stream([prompt], sampled(5, detokenize=False))).values()} == {""}
+
+
+# Beams ----------------------------------------------------------------------------------------------------------------
+
+
+def beams_by_hand(prompt, width: int, max_tokens: int) -> list[tuple[list[int], float]]:
+    """All answers that a search without end tokens keeps, by the oracle."""
+    oracle, beams = oracle_of(tiny_folder()), [([], 0.0)]
+    for _ in range(max_tokens):
+        longer = [
+            ([*tokens, int(token)], total + logprob)
+            for tokens, total in beams
+            for token, logprob in enumerate(log_softmax(oracle.logits([*prompt, *tokens])[-1]))
+        ]
+        beams = sorted(longer, key=lambda beam: -beam[1])[:width]
+    return beams
+
+
+def test_beams_are_those_of_a_search_by_hand():
+    llm = make_llm()
+    prompts = random_prompts(31, 20, 7)
+    outputs = llm.beam_search(prompts, BeamSearchParams(beam_width=3, max_tokens=4, ignore_eos=True))
+    for output, prompt in zip(outputs, prompts, strict=True):
+        expected = beams_by_hand(prompt, 3, 4)
+        assert output.prompt_token_ids == prompt
+        assert [beam.token_ids for beam in output.beams] == [tokens for tokens, _ in expected]
+        np.testing.assert_allclose(
+            [beam.cumulative_logprob for beam in output.beams], [x for _, x in expected], atol=1e-2
+        )
+        assert {beam.finish_reason for beam in output.beams} == {"length"}
+    greedy_answer = tokens_of(generate(llm, prompts, greedy(4)))
+    alone = llm.beam_search(prompts, BeamSearchParams(beam_width=1, max_tokens=4, ignore_eos=True))
+    assert [output.beams[0].token_ids for output in alone] == greedy_answer
+
+
+def test_a_beam_ends_at_an_end_token_and_ranks_by_its_length():
+    (prompt,) = random_prompts(32, 9)
+    (said,) = tokens_of(generate(make_llm(), [prompt], greedy(4)))
+    llm = make_llm(tiny_folder(eos_token_id=said[2]))
+    (output,) = llm.beam_search([prompt], BeamSearchParams(beam_width=2, max_tokens=6))
+    ended = [beam for beam in output.beams if beam.finish_reason == "stop"]
+    end = said.index(said[2])
+    assert ended and ended[0].token_ids == said[: end + 1]
+    assert ended[0].text == llm.tokenizer.decode_output(prompt, said[:end]), "the token that ended it is no text"
+    scores = [
+        beam.cumulative_logprob / max(1, len(beam.token_ids) - (beam.finish_reason == "stop")) for beam in output.beams
+    ]
+    assert scores == sorted(scores, reverse=True)
+    for bad in (
+        {"beam_width": 11, "max_tokens": 3},
+        {"beam_width": 0, "max_tokens": 3},
+        {"beam_width": 1, "max_tokens": 0},
+    ):
+        with pytest.raises(ValueError, match=r"must be .*, got "):
+            BeamSearchParams(**bad)
+
+
+# SGLang's words -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with compiling_once():
+        return sglang.Engine(
+            model_path=tiny_folder(), context_length=256, max_running_requests=8, chunked_prefill_size=64, num_pages=64
+        )
+
+
+def test_sglangs_words_mean_the_same(engine):
+    llm = make_llm()
+    text = "the hen and the other one"
+    (expected,) = generate(llm, [text], greedy(6, stop=["zzz"]))
+    asked = {"temperature": 0, "max_new_tokens": 6, "ignore_eos": True, "stop": ["zzz"], "top_k": -1}
+    answer = engine.generate(text, asked)
+    assert answer["text"] == expected.outputs[0].text and answer["output_ids"] == expected.outputs[0].token_ids
+    meta = answer["meta_info"]
+    assert meta["finish_reason"] == {"type": "length", "length": 6}
+    assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (len(llm.encode(text)), 6, 0)
+    ids = llm.encode(text)
+    both = engine.generate(input_ids=[ids, ids[:4]], sampling_params=asked, return_logprob=True, top_logprobs_num=2)
+    assert both[0]["output_ids"] == answer["output_ids"] and len(both) == 2
+    assert [entry[1] for entry in both[0]["meta_info"]["output_token_logprobs"]] == answer["output_ids"]
+    assert len(engine.generate(text, {**asked, "n": 3})) == 3
+    stop = engine.generate(text, {**asked, "stop_token_ids": answer["output_ids"][1:2]})
+    assert stop["meta_info"]["finish_reason"] == {"type": "stop", "matched": answer["output_ids"][1]}
+    parts = list(engine.generate(text, asked, stream=True))
+    assert parts[-1]["text"] == answer["text"] and parts[-1]["meta_info"]["finish_reason"]["type"] == "length"
+    assert all(b["text"].startswith(a["text"]) for a, b in itertools.pairwise(parts)) and len(parts) == 6
+    engine.flush_cache()
+    engine.shutdown()
+
+
+def test_sglangs_unknown_words_are_refused_by_name(engine):
+    with pytest.raises(ValueError, match="unknown in sampling_params: json_schema; known: max_new_tokens"):
+        engine.generate("the hen", {"json_schema": "{}"})
+    for both in ({"prompt": "a", "input_ids": [1]}, {}):
+        with pytest.raises(ValueError, match="give prompt or input_ids"):
+            engine.generate(**both)
