@@ -7,7 +7,7 @@ import random
 import time
 from array import array
 
-from results import Figure, write_results
+from render_results import Figure, write_results
 
 from prefix_jax.forest import Costs
 from prefix_jax.prefix_cache import PrefixCache

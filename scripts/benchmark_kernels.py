@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from ceilings import measure_ceilings
-from results import Figure, device_name, write_results
+from render_results import Figure, device_name, write_results
 
 from pallas_kernels import BESIDE_OPTIONS, Config, HopperConfig, default_implementation, is_compiled, paged_attention
 from prefix_jax.models.llama import LlamaConfig

@@ -7,38 +7,32 @@ benchmarks/results/prefixes.json.
 
 import argparse
 import gc
-import gzip
-import json
 import random
 import resource
 import subprocess
 import sys
-import tempfile
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 from benchmark_host import collect
 from benchmark_step import MODELS
 from page_moves import page_move_figures
-from results import Figure, device_name, write_results
+from render_results import Figure, device_name, write_results
+from workloads import mmlu, num_distinct, text_encoder
 
 from prefix_jax import LLM, SamplingParams
 from prefix_jax.models.llama import LlamaConfig
 from prefix_jax.prefix_cache import PrefixCache
 from prefix_jax.prefix_pool import PrefixPool
-from prefix_jax.prefix_trie import common_len
 from prefix_jax.request import Request
 from prefix_jax.request import Sequence as Running
 from prefix_jax.scheduler import Scheduler
-from prefix_jax.tokenizer import Tokenizer
 
 PAGE_SIZE = 16
 SEQS = 8  # running at once in the offline batch
-LETTERS = "ABCD"
 
 
 class DryRun:
@@ -87,13 +81,6 @@ class DryRun:
             self.step()
         self.cache.check()
         return self.scheduler.counts["computed_prompt_tokens"]
-
-
-def num_distinct(prompts: Iterable[Sequence[int]]) -> int:
-    """Tokens of the prompts' trie."""
-    ordered = sorted(array("i", prompt).tobytes() for prompt in prompts)
-    total = sum(map(len, ordered)) // 4
-    return total - sum(common_len(*pair) for pair in pairwise(ordered))
 
 
 def tokens(rng: random.Random, length: int) -> list[int]:
@@ -146,28 +133,6 @@ def longest_waits() -> dict[str, int]:
         run.run()
         longest[policy] = max(run.waited.values())
     return longest
-
-
-def mmlu_prompts(data: Path) -> Iterator[list[int]]:
-    """Five shots and a question for each of the test rows, subject by subject, in Llama-3's tokens."""
-    with tempfile.TemporaryDirectory() as folder:
-        packed = (data / "tokenizers" / "llama3.tokenizer.json.gz").read_bytes()
-        (Path(folder) / "tokenizer.json").write_bytes(gzip.decompress(packed))
-        encode = Tokenizer.load(folder).encode
-    shots: dict[str, list[str]] = {}
-    with open(data / "mmlu" / "dev.jsonl", encoding="utf-8") as file:
-        for row in map(json.loads, file):
-            shots.setdefault(row["subject"], []).append(mmlu_text(row) + f" {LETTERS[row['answer']]}\n\n")
-    with gzip.open(data / "mmlu" / "test_half.jsonl.gz", "rt", encoding="utf-8") as file:
-        for row in map(json.loads, file):
-            subject = row["subject"]
-            head = f"The following are multiple choice questions (with answers) about {subject.replace('_', ' ')}.\n\n"
-            yield encode(head + "".join(shots[subject][:5]) + mmlu_text(row))
-
-
-def mmlu_text(row: dict) -> str:
-    choices = "".join(f"\n{letter}. {choice}" for letter, choice in zip(LETTERS, row["choices"], strict=True))
-    return f"{row['question']}{choices}\nAnswer:"
 
 
 # Times ----------------------------------------------------------------------------------------------------------------
@@ -249,10 +214,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9)
     args = parser.parse_args()
     rows = list(figures(args))
-    command = " ".join(
-        ["python", "scripts/benchmark_prefixes.py", *(Path(a).name if "/" in a else a for a in sys.argv[1:])]
-    )
-    write_results("prefixes", rows, command=command, device=device_name())
+    write_results("prefixes", rows, device=device_name())
 
 
 def figures(args: argparse.Namespace) -> Iterator[Figure]:
@@ -283,7 +245,8 @@ def counts(data: Path | None) -> Iterator[Figure]:
     what = "prefill tokens computed ÷ distinct, 64 requests at once on an uncached 2K prefix"
     yield Figure(what, at_once(), "x", **goals)
     if data:
-        prompts = list(mmlu_prompts(data))
+        encode = text_encoder(data / "tokenizers" / "llama3.tokenizer.json.gz")
+        prompts = mmlu(data / "mmlu", num=None, encode=encode).prompts
         run = DryRun(sum(map(len, prompts)) // PAGE_SIZE + 10_000)
         run.add(prompts)
         what = f"prefill tokens computed ÷ distinct, MMLU 5-shot, {len(prompts)} questions"

@@ -7,11 +7,11 @@ says how many of them are the same here.
 import argparse
 import json
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import serve_offline
-from results import Figure, device_name, write_results
+from render_results import Figure, device_name, write_results
+from workloads import expected_hit_rate
 
 from prefix_jax.default_model import default_model_path
 from prefix_jax.tokenizer import Tokenizer
@@ -26,19 +26,6 @@ def make_questions() -> list[dict]:
     questions = [json.loads(line) for line in lines]
     again = [{"id": f"{q['id']}-again", "prompt": f"Tell me in a few words: {q['prompt']}"} for q in questions]
     return (questions + again)[:NUM_REQUESTS]
-
-
-def ideal_hit_rate(prompts: Sequence[Sequence[int]]) -> float:
-    """The share of prompt tokens that an earlier prompt begins with too; the last token of a prompt is never reused."""
-    reused = 0
-    for number, prompt in enumerate(prompts):
-        reused += max((common_len(prompt[:-1], earlier) for earlier in prompts[:number]), default=0)
-    return reused / sum(map(len, prompts))
-
-
-def common_len(one: Sequence[int], other: Sequence[int]) -> int:
-    length = min(len(one), len(other))
-    return next((i for i in range(length) if one[i] != other[i]), length)
 
 
 def same_answers(here: Path, there: Path) -> float:
@@ -83,7 +70,9 @@ def main() -> None:
         ),
         Figure("answers the same with the cache on and off", float(summary["identical"]), "share", 1, better="higher"),
         Figure("hit rate", summary["hit_rate"], "share", better="higher"),
-        Figure("hit rate expected from the tokens", ideal_hit_rate(list(map(tokenizer.encode_chat, chats))), "share"),
+        Figure(
+            "hit rate expected from the tokens", expected_hit_rate(list(map(tokenizer.encode_chat, chats))), "share"
+        ),
         Figure("output tokens/s with the cache", summary["tokens_per_second"], "1/s", better="higher"),
     ]
     if same is not None:

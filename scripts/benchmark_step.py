@@ -8,7 +8,6 @@ prefill step is arithmetic: its limit is the rate of a large matrix product. Wri
 import argparse
 import dataclasses
 import gc
-import glob
 import json
 import os
 import statistics
@@ -22,11 +21,11 @@ from collections.abc import Iterator
 import jax
 import numpy as np
 from ceilings import measure_ceilings, seconds_per_call
-from jax.profiler import ProfileData
-from results import Figure, device_name, write_results
+from profiles import profiled, time_shares
+from render_results import Figure, device_name, write_results
+from rooflines import decode_bytes, prefill_operations
 
 from prefix_jax import LLM, SamplingParams
-from prefix_jax.kv_store import page_bytes
 from prefix_jax.models.llama import LlamaConfig
 from prefix_jax.prefix_cache import PrefixCache
 from prefix_jax.request import Request, Sequence
@@ -95,23 +94,6 @@ def kv_copy_bytes(runner: Runner) -> int:
     return max(0, temporary[0] - temporary[1])
 
 
-def read_bytes(runner: Runner, batch: int, context: int) -> float:
-    """What a decode step has to read: weights, but of the embedding a few rows only, and each sequence's K and V."""
-    config = runner.config
-    weights = sum(p.nbytes for p in {id(p): p for p in runner.params}.values())
-    if not config.tie_word_embeddings:
-        weights -= config.vocab_size * config.hidden_size * runner.dtype.itemsize
-    return weights + batch * context * page_bytes(config, runner.page_size, runner.dtype) / runner.page_size
-
-
-def prefill_operations(runner: Runner, length: int) -> float:
-    config = runner.config
-    unused = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
-    in_products = sum(p.size for p in runner.params) - unused
-    pairs = length * (length + 1) / 2
-    return 2 * in_products * length + 4 * config.num_layers * config.num_heads * config.head_dim * pairs
-
-
 def decode_figures(model: str, runner: Runner, batches, context: int, ceilings, args) -> tuple[list[Figure], float]:
     """Decode steps against their limit and the peer; and the milliseconds of the first."""
     rows, first = [], None
@@ -121,7 +103,7 @@ def decode_figures(model: str, runner: Runner, batches, context: int, ceilings, 
             seconds = time_step(runner, work, args.calls, args.repeats)
             what = f"{model} decode step, B = {batch}, context {length}"
             rows.append(Figure.median(what, [s * 1e3 for s in seconds], "ms"))
-            limit = read_bytes(runner, batch, length) / ceilings["copy_bytes_per_s"]
+            limit = decode_bytes(runner.config, runner.dtype.itemsize, batch * length) / ceilings["copy_bytes_per_s"]
             must, aim = DECODE.get(batch, (None, None)) if length == 1024 and model == "llama-3-8b" else (None, None)
             over = [s / limit for s in seconds]
             rows.append(Figure.median(f"{what} ÷ (bytes / copy bandwidth)", over, "x", must=must, aim=aim))
@@ -166,32 +148,13 @@ def idle_shares(llm: LLM, batch: int, context: int, repeats: int) -> list[float]
     for _ in range(repeats):
         for _ in range(3):
             llm.engine.step()
-        with tempfile.TemporaryDirectory() as folder:
-            with jax.profiler.trace(folder):
-                for _ in range(16):
-                    llm.engine.step()
-            (path,) = glob.glob(f"{folder}/**/*.xplane.pb", recursive=True)
-            shares += idle_share(ProfileData.from_file(path))
+        if events := profiled(lambda: [llm.engine.step() for _ in range(16)]):
+            shares.append(time_shares(events)[0])
     for request_id in list(llm.engine.sequences):
         llm.engine.abort(request_id)
     while llm.engine.has_work:
         llm.engine.step()
     return shares
-
-
-def idle_share(profile: ProfileData) -> list[float]:
-    spans = []
-    for plane in profile.planes:
-        if "GPU" in plane.name:
-            lines = [line for line in plane.lines if "Stream" in line.name]
-            spans += [(event.start_ns, event.start_ns + event.duration_ns) for line in lines for event in line.events]
-    if not spans:
-        return []
-    busy, reached = 0, 0
-    for start, end in sorted(spans):
-        busy += max(0, end - max(start, reached))
-        reached = max(reached, end)
-    return [1 - busy / (reached - min(spans)[0])]
 
 
 def first_token_times(llm: LLM, cached: int, new: int, repeats: int) -> list[float]:
@@ -235,7 +198,7 @@ def measure(args) -> Iterator[dict | Figure]:
     seconds = time_step(runner, work, max(2, args.calls // 5), args.repeats)
     what = f"{args.model} prefill step of {length} tokens"
     yield Figure.median(what, [s * 1e3 for s in seconds], "ms")
-    share = [prefill_operations(runner, length) / s / rate for s in seconds]
+    share = [prefill_operations(runner.config, length) / s / rate for s in seconds]
     yield Figure.median(f"{what} ÷ matrix-product rate", share, "x", must=0.88, aim=0.95, better="higher")
     runner.reset()
     first = first_token_times(llm, length, 16, args.repeats)

@@ -17,13 +17,13 @@ def seconds_per_call(call, calls: int) -> float:
     return (time.perf_counter() - started) / calls
 
 
-def measure_ceilings(size: int) -> dict[str, float]:
-    """Bytes per second of a copy, read and write counted; operations per second of a square matrix product in bfloat16.
+def measure_ceilings(size: int, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> dict[str, float]:
+    """Bytes per second of a copy, read and write counted; operations per second of a square matrix product in `dtype`.
     `size` is the side of the matrices; the copy is of `size`**2 * 32 bytes, in float32: bfloat16 copies more slowly."""
     x = jnp.ones((8, size, size), jnp.float32)
     copy = jax.jit(lambda x: x + 1)
     copied = [2 * x.nbytes / seconds_per_call(lambda: copy(x), 20) for _ in range(5)]
-    a, b = jax.random.normal(jax.random.key(0), (2, size, size), jnp.bfloat16)
+    a, b = jax.random.normal(jax.random.key(0), (2, size, size), dtype)
     product = jax.jit(jnp.matmul)
     multiplied = [2 * size**3 / seconds_per_call(lambda: product(a, b), 10) for _ in range(5)]
     return {"copy_bytes_per_s": statistics.median(copied), "product_flop_per_s": statistics.median(multiplied)}

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import jax
 import numpy as np
-from results import Figure
+from render_results import Figure
 
 from prefix_jax import LLM, SamplingParams
 from prefix_jax.models.llama import LlamaConfig

@@ -8,9 +8,7 @@ while a request runs; what they contain is not in a trace, so nobody finds them.
 
 import argparse
 import gc
-import gzip
 import itertools
-import json
 import sys
 import time
 from array import array
@@ -18,11 +16,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from workloads import BLOCK, conversation_turns, interleave, read_lines, read_sharegpt, text_encoder
+
 from prefix_jax import eviction, policies, request
 from prefix_jax.forecast import Forecast
 from prefix_jax.prefix_cache import PageTable, PrefixCache
 
-BLOCK = 512  # tokens that a hash id of a Mooncake trace stands for
+NUM_ACTIVE = 64  # conversations that take turns
 SAMPLING = request.SamplingParams()
 GOOD = 0.95  # of what a cache without bound finds: the pool that is recommended reaches it
 EPILOG = """\
@@ -58,11 +58,11 @@ class Result:
 
 def read_trace(path: Path, page_size: int, tokenizer: Path | None = None) -> list[Ask]:
     """ValueError if the file is none of the three kinds, or cannot be cut into pages of this size."""
-    opened = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rt", encoding="utf-8") as file:
-        if path.name.removesuffix(".gz").endswith(".json"):
-            return page_prompts(sharegpt_prompts(json.load(file), tokenizer), page_size)
-        rows = [json.loads(line) for line in file if line.strip()]
+    if path.name.removesuffix(".gz").endswith(".json"):
+        talks, _ = read_sharegpt(path)
+        encode = text_encoder(tokenizer)
+        return page_prompts(interleave((conversation_turns(talk, encode) for talk in talks), NUM_ACTIVE), page_size)
+    rows = read_lines(path)
     if rows and "hash_ids" in rows[0]:
         return page_blocks(rows, page_size)
     if rows and "prompt_token_ids" in rows[0]:
@@ -97,38 +97,6 @@ def page_prompts(prompts: Iterable[tuple[array, int]], page_size: int) -> list[A
             pages.append(page)
         asks.append(Ask(pages, len(tokens), num_output_tokens))
     return asks
-
-
-def sharegpt_prompts(conversations: list[dict], tokenizer: Path | None, num_active: int = 64) -> Iterator[tuple]:
-    """(prompt, length of the answer) for each turn of a person; `num_active` conversations take turns."""
-    encode = text_encoder(tokenizer)
-    waiting = (sharegpt_turns(conversation["conversations"], encode) for conversation in conversations)
-    active = list(itertools.islice(waiting, num_active))
-    while active:
-        for turns in list(active):
-            turn = next(turns, None)
-            if turn is not None:
-                yield turn
-            else:
-                active.remove(turns)
-                active += itertools.islice(waiting, 1)
-
-
-def sharegpt_turns(turns: list[dict], encode) -> Iterator[tuple[array, int]]:
-    history = array("i")
-    for turn, answer in itertools.zip_longest(turns, turns[1:]):
-        history = history + encode(turn["value"])
-        if turn["from"] in ("human", "user") and history:
-            yield history, len(encode(answer["value"])) if answer else 0
-
-
-def text_encoder(tokenizer: Path | None):
-    if tokenizer is None:
-        return lambda text: array("i", text.encode().ljust(-(-len(text.encode()) // 4) * 4))
-    from prefix_jax.tokenizer import Tokenizer
-
-    loaded = Tokenizer.load(tokenizer)
-    return lambda text: array("i", loaded.encode(text))
 
 
 # ---- replay ----------------------------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 import json
 
-import results
-from results import Figure
+import render_results
+from render_results import Figure
 
 
 def test_a_results_file_has_the_one_form_and_its_last_printed_line_is_its_content(tmp_path, capsys):
@@ -12,7 +12,9 @@ def test_a_results_file_has_the_one_form_and_its_last_printed_line_is_its_conten
         Figure("speed", 2, "x", must=3, aim=5, better="higher"),
         Figure("note", 7, "1/s"),
     ]
-    reached = results.write_results("x", rows, command="make x", ceilings={"copy_gb_per_s": 9.5}, folder=tmp_path)
+    reached = render_results.write_results(
+        "x", rows, command="make x", ceilings={"copy_gb_per_s": 9.5}, folder=tmp_path
+    )
     assert reached is False  # the speed
     written = json.loads((tmp_path / "x.json").read_text())
     assert set(written) == {"command", "date", "device", "versions", "ceilings", "rows"}
@@ -34,9 +36,9 @@ def test_a_results_file_has_the_one_form_and_its_last_printed_line_is_its_conten
 
 def test_results_are_reached_when_every_must_is(tmp_path):
     rows = [Figure("time", 2.5, "ms", must=2.5), Figure("speed", 3, "x", must=3, better="higher"), Figure("n", 1, "")]
-    assert results.write_results("x", rows, folder=tmp_path) is True
+    assert render_results.write_results("x", rows, folder=tmp_path) is True
 
 
 def test_the_readme_shows_what_the_result_files_say():
-    text = results.README.read_text(encoding="utf-8")
-    assert results.START in text and results.render_readme(text) == text
+    text = render_results.README.read_text(encoding="utf-8")
+    assert render_results.START in text and render_results.render_readme(text) == text

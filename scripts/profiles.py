@@ -1,0 +1,44 @@
+"""What the device did while a profile was taken."""
+
+import re
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+from jax.profiler import ProfileData
+
+Event = tuple[str, float, float]  # name, start and end in nanoseconds
+
+
+def profiled(call: Callable[[], object]) -> list[Event]:
+    """Everything that ran on a GPU's streams during the call; empty without a GPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            call()
+        (path,) = Path(folder).glob("**/*.xplane.pb")
+        return list(kernel_events(ProfileData.from_file(str(path))))
+
+
+def kernel_events(profile: ProfileData) -> Iterator[Event]:
+    for plane in profile.planes:
+        if "GPU" in plane.name:
+            for line in plane.lines:
+                if "Stream" in line.name:
+                    yield from (
+                        (event.name, event.start_ns, event.start_ns + event.duration_ns) for event in line.events
+                    )
+
+
+def time_shares(events: list[Event]) -> tuple[float, Counter[str]]:
+    """The share of the whole span in which nothing ran, and that of each kind of kernel; kernels side by side count
+    both. Kernels whose names differ in numbers alone are one kind."""
+    first, reached, busy = min(start for _, start, _ in events), 0.0, 0.0
+    spent: Counter[str] = Counter()
+    for name, start, end in sorted(events, key=lambda event: event[1:]):
+        busy += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+        spent[re.sub(r"[_.]?\d+", "", name)[:60]] += end - start
+    span = max(1.0, reached - first)
+    return 1 - busy / span, Counter({name: time / span for name, time in spent.items()})

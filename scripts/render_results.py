@@ -1,0 +1,189 @@
+"""Writes benchmarks/results/NAME.json, the one form in which figures are committed. Run alone, it puts them into the
+README, so that nobody types a number."""
+
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import jax
+
+FOLDER = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+README = FOLDER.parents[1] / "README.md"
+START, END = "<!-- measured: scripts/render_results.py writes this -->", "<!-- end -->"
+PACKAGES = ("prefix-jax", "jax", "jaxlib", "flax", "numpy")
+
+
+@dataclasses.dataclass(frozen=True)
+class Figure:
+    """One measured value. `must` is what it has to reach and `aim` what would be fine, both None where none was set;
+    `repeats` are the single measurements behind it."""
+
+    what: str
+    value: float
+    unit: str
+    must: float | None = None
+    aim: float | None = None
+    better: str = "lower"
+    repeats: Sequence[float] = ()
+
+    @classmethod
+    def median(cls, what: str, repeats: Sequence[float], unit: str, **goals) -> "Figure":
+        return cls(what, statistics.median(repeats), unit, repeats=repeats, **goals)
+
+    @property
+    def reached(self) -> bool:
+        if self.must is None:
+            return True
+        return self.value >= self.must if self.better == "higher" else self.value <= self.must
+
+
+class Results:
+    """folder/NAME.json, written anew with every row, so that a run that is cut off keeps what it measured.
+
+    `command` defaults to this process's own, `device` to the processor's name; `ceilings` are the limits measured in
+    the same run, their unit in the name ("copy_gb_per_s"). keep: rows that the file has from another command on the
+    same device and JAX stay, unless a new one has their name.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        command: str | None = None,
+        ceilings: Mapping[str, float] | None = None,
+        device: str | None = None,
+        folder: Path = FOLDER,
+        keep: bool = False,
+    ):
+        self.path = folder / f"{name}.json"
+        self.rows: list[Figure] = []
+        self.head = {
+            "command": command or own_command(),
+            "date": datetime.date.today().isoformat(),
+            "device": device or processor_name(),
+            "versions": versions(),
+            "ceilings": dict(ceilings or {}),
+        }
+        self.kept: list[Figure] = self._take_over() if keep and self.path.exists() else []
+
+    def _take_over(self) -> list["Figure"]:
+        content = json.loads(self.path.read_text(encoding="utf-8"))
+        machine = [(c["device"], c["versions"].get("jax")) for c in (content, self.head)]
+        if machine[0] != machine[1]:
+            return []
+        commands = content["command"].split(" && ")
+        self.head["command"] = " && ".join([*(c for c in commands if c != self.head["command"]), self.head["command"]])
+        return [Figure(**row) for row in content["rows"]]
+
+    def add(self, *rows: "Figure") -> None:
+        """Prints the rows and writes the file with them."""
+        self.rows += rows
+        names = {row.what for row in self.rows}
+        self.kept = [row for row in self.kept if row.what not in names]
+        for row in rows:
+            print(table_row(row), flush=True)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = self.path.with_suffix(".new")
+        fresh.write_text(json.dumps(self.content, indent=1) + "\n", encoding="utf-8")
+        fresh.replace(self.path)
+
+    @property
+    def content(self) -> dict:
+        return {**self.head, "rows": [dataclasses.asdict(row) for row in [*self.kept, *self.rows]]}
+
+    def close(self) -> bool:
+        """Prints, last, the file's content as one line of JSON. True if every `must` of this run is reached."""
+        print(json.dumps(self.content), flush=True)
+        return all(row.reached for row in self.rows)
+
+
+def write_results(name: str, rows: Sequence[Figure], **options) -> bool:
+    """All rows at once: prints them as a table and writes them as `Results` does. True if every `must` is reached."""
+    results = Results(name, **options)
+    print(TABLE_HEAD)
+    results.add(*rows)
+    return results.close()
+
+
+def own_command(script: str | None = None, arguments: Sequence[str] | None = None) -> str:
+    """This process's, or of a script, as it can be typed in the checkout: of absolute paths, the last part."""
+    script, arguments = script or sys.argv[0], sys.argv[1:] if arguments is None else arguments
+    return " ".join(
+        ["python", f"scripts/{Path(script).name}", *(Path(a).name if a[0:1] == "/" else a for a in arguments)]
+    )
+
+
+TABLE_HEAD = "| what | value | must | aim |\n|---|---|---|---|"
+
+
+def table(rows: Sequence[Figure]) -> str:
+    """The rows in Markdown."""
+    return "\n".join([TABLE_HEAD, *map(table_row, rows)])
+
+
+def table_row(row: Figure) -> str:
+    goals = [goal_text(goal, row.better) for goal in (row.must, row.aim)]
+    missed = "" if row.reached else " **(missed)**"
+    return f"| {row.what} | {row.value:.4g} {row.unit}{missed} | {goals[0]} | {goals[1]} |"
+
+
+def goal_text(goal: float | None, better: str) -> str:
+    return "" if goal is None else f"{'≥' if better == 'higher' else '≤'} {goal:g}"
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that decide speed; one that is used from the checkout has none."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def processor_name() -> str:
+    """The processor's name and the number of cores this process may use."""
+    name = platform.processor() or platform.machine()
+    if (info := Path("/proc/cpuinfo")).exists():
+        models = [
+            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+        ]
+        name = models[0] if models else name
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{name}, {cores} cores"
+
+
+def device_name(platform: str | None = None) -> str:
+    """The first device of a JAX platform, or of the one that JAX prefers."""
+    device = jax.devices(platform)[0]
+    return processor_name() if device.platform == "cpu" else device.device_kind
+
+
+def render_readme(text: str, folder: Path = FOLDER) -> str:
+    """The README with the tables and pictures of all result files between its two markers; of long ones, the rows with
+    a goal."""
+    before, _, rest = text.partition(START)
+    _, _, after = rest.partition(END)
+    tables = []
+    for path in sorted(folder.glob("*.json")):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        rows = [Figure(**row) for row in content["rows"]]
+        shown = rows if len(rows) <= 12 else [row for row in rows if row.must is not None]
+        rest = f"\n\n{len(rows) - len(shown)} more rows are in `{path.name}`." if len(rows) > len(shown) else ""
+        versions = f"JAX {content['versions'].get('jax', '?')}"
+        title = f"`{content['command']}`, {content['device']}, {versions}, {content['date']}:"
+        picture = f"\n\n![{path.stem}](benchmarks/results/{path.stem}.png)" if path.with_suffix(".png").exists() else ""
+        tables.append(f"{title}\n\n{table(shown)}{rest}{picture}")
+    return f"{before}{START}\n{chr(10).join(f'{block}{chr(10)}' for block in tables)}{END}{after}"
+
+
+if __name__ == "__main__":
+    README.write_text(render_readme(README.read_text(encoding="utf-8")), encoding="utf-8")
