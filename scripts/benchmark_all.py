@@ -1,5 +1,6 @@
 """Everything that one engine can measure, in one process: the table of benchmark_throughput.py, the parts of
-benchmark_prefix_caching.py, and benchmark_serving.py. It is built, compiled and warmed up once.
+benchmark_prefix_caching.py, benchmark_serving.py, and benchmark_generation.py. It is built, compiled and warmed up
+once.
 
 Each file is written row by row, and keeps the rows that other commands measured on the same device.
 """
@@ -10,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import benchmark_generation as generation
 import benchmark_prefix_caching as prefix_caching
 import benchmark_serving as serving
 import benchmark_throughput as throughput
@@ -17,7 +19,9 @@ from benchmark_throughput import NUM_RUNNING, finish, open_results, shared_prefi
 from render_results import Figure
 from runs import Bench, add_engine_options, make_bench
 
-FILES = {"throughput": "throughput", "serving": "serving"} | dict.fromkeys(prefix_caching.PARTS, "prefix_caching")
+FILES = {"throughput": "throughput", "serving": "serving", "generation": "generation"} | dict.fromkeys(
+    prefix_caching.PARTS, "prefix_caching"
+)
 
 
 def part_figures(part: str, bench: Bench, args: argparse.Namespace) -> Iterator[Figure]:
@@ -32,6 +36,13 @@ def part_figures(part: str, bench: Bench, args: argparse.Namespace) -> Iterator[
             bench.vocab_size, args.seed
         )
         yield from serving.serving_figures(bench, workload, args.request_rate, args)
+    elif part == "generation":
+        sizes = {
+            "num_prompts": max(4, 256 // args.scale),
+            "input_len": 512 // args.scale,
+            "output_len": 128 // args.scale,
+        }
+        yield from generation.generation_figures(bench, argparse.Namespace(**vars(args), **sizes))
     else:
         sizes = prefix_caching.Sizes.divided(args.scale)
         yield from prefix_caching.figures(bench, sizes, [part], args)

@@ -10,6 +10,7 @@ from array import array
 from types import SimpleNamespace
 
 import benchmark_all
+import benchmark_generation
 import benchmark_peers
 import benchmark_prefix_caching
 import benchmark_serving
@@ -696,6 +697,17 @@ def test_where_the_time_goes():
     idle, shares = profiles.time_shares(events)
     assert idle == pytest.approx(0.1)
     assert shares == {"gemm": 0.7, "attend": 0.5}
+
+
+def test_every_wish_is_set_against_plain_greedy(scripts, bench):
+    sizes = ["--num-prompts", "8", "--input-len", "20", "--output-len", "8"]
+    run = scripts(benchmark_generation, *sizes, name="generation")
+    size = f"{bench.name}, 8 x 20, 8 out: "
+    shares = {what: row for what, row in run.rows.items() if "÷" in what}
+    arms = [*(f"{arm} ÷ plain greedy" for arm in benchmark_generation.ARMS), "n = 4 ÷ 4 requests"]
+    assert run.status == 0 and list(shares) == [size + arm for arm in arms]
+    assert all(row["value"] > 0 and row["must"] is None for row in shares.values()), "goals are those of 256 rows of 8B"
+    assert f"{bench.name}, 8 continuations of 16 tokens behind one prompt of 20" in run.rows
 
 
 def test_a_profile_without_a_gpu_is_empty(bench):
