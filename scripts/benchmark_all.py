@@ -2,7 +2,7 @@
 benchmark_prefix_caching.py, benchmark_serving.py, and benchmark_generation.py. It is built, compiled and warmed up
 once.
 
-Each file is written row by row, and keeps the rows that other commands measured on the same device.
+Each file is written row by row, and keeps the rows of other commands and machines.
 """
 
 import argparse

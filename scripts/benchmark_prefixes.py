@@ -20,7 +20,7 @@ import numpy as np
 from benchmark_host import collect
 from benchmark_step import MODELS
 from page_moves import page_move_figures
-from render_results import Figure, device_name, write_results
+from render_results import TABLE_HEAD, Figure, Results, device_name
 from workloads import mmlu, num_distinct, text_encoder
 
 from prefix_jax import LLM, SamplingParams
@@ -212,13 +212,17 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=8192, help="of the prefix whose pages move")
     parser.add_argument("--folder", help="where it is saved; default: the temporary folder")
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     args = parser.parse_args()
-    rows = list(figures(args))
-    write_results("prefixes", rows, device=device_name())
+    results = Results("prefixes", device=device_name(), keep=True)
+    print(TABLE_HEAD)
+    for part in args.only:
+        for figure in PARTS[part](args):
+            results.add(figure)
+    results.close()
 
 
-def figures(args: argparse.Namespace) -> Iterator[Figure]:
-    yield from counts(args.data)
+def order_and_trie(args: argparse.Namespace) -> Iterator[Figure]:
     longest = longest_waits()
     what = "longest wait under lpm ÷ under fifo, adversarial arrivals"
     yield Figure(what, longest["lpm"] / longest["fifo"], "x", must=2)
@@ -226,21 +230,31 @@ def figures(args: argparse.Namespace) -> Iterator[Figure]:
         what = f"open + publish of 8,192 tokens, 100,000 nodes present, {evicts}"
         yield Figure.median(what, open_and_publish(evicts), "ms", must=4)
     yield Figure("a million pages, host memory", gib_of_a_million_pages(), "GiB", must=2)
+
+
+def traces(args: argparse.Namespace) -> Iterator[Figure]:
     if args.data:
         started = time.perf_counter()
         trace = args.data / "mooncake" / "conversation_trace.jsonl.gz"
         command = [sys.executable, str(Path(__file__).with_name("simulate_cache.py")), str(trace), "--page-size", "512"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         yield Figure("Mooncake conversation trace, whole, page size 512", time.perf_counter() - started, "s", must=60)
+
+
+def no_reuse(args: argparse.Namespace) -> Iterator[Figure]:
     if model := MODELS.get(args.shapes, args.model):
         what = f"no reuse: throughput with the cache on ÷ off, {args.shapes or Path(args.model).stem}"
         yield Figure.median(what, without_reuse(model, args.repeats), "x", must=0.99, aim=0.998, better="higher")
-    if args.shapes:
         gc.collect()
+
+
+def page_moves(args: argparse.Namespace) -> Iterator[Figure]:
+    if args.shapes:
         yield from page_move_figures(MODELS[args.shapes], args.length, args.folder)
 
 
-def counts(data: Path | None) -> Iterator[Figure]:
+def counts(args: argparse.Namespace) -> Iterator[Figure]:
+    data = args.data
     goals = {"must": 1.02, "aim": 1.0}
     what = "prefill tokens computed ÷ distinct, 64 requests at once on an uncached 2K prefix"
     yield Figure(what, at_once(), "x", **goals)
@@ -260,6 +274,8 @@ def counts(data: Path | None) -> Iterator[Figure]:
     what = f"{batch}, dfs, stems that end inside a page"
     yield Figure(what, offline_batch("dfs", 1015), "x", better="higher", **goals)
 
+
+PARTS = {"counts": counts, "trie": order_and_trie, "trace": traces, "no-reuse": no_reuse, "moves": page_moves}
 
 if __name__ == "__main__":
     main()

@@ -23,7 +23,7 @@ PACKAGES = ("prefix-jax", "jax", "jaxlib", "flax", "numpy")
 @dataclasses.dataclass(frozen=True)
 class Figure:
     """One measured value. `must` is what it has to reach and `aim` what would be fine, both None where none was set;
-    `repeats` are the single measurements behind it."""
+    `repeats` are the single measurements behind it; `on` is the machine, where it is not the file's."""
 
     what: str
     value: float
@@ -32,6 +32,7 @@ class Figure:
     aim: float | None = None
     better: str = "lower"
     repeats: Sequence[float] = ()
+    on: str = ""
 
     @classmethod
     def median(cls, what: str, repeats: Sequence[float], unit: str, **goals) -> "Figure":
@@ -48,8 +49,8 @@ class Results:
     """folder/NAME.json, written anew with every row, so that a run that is cut off keeps what it measured.
 
     `command` defaults to this process's own, `device` to the processor's name; `ceilings` are the limits measured in
-    the same run, their unit in the name ("copy_gb_per_s"). keep: rows that the file has from another command on the
-    same device and JAX stay, unless a new one has their name.
+    the same run, their unit in the name ("copy_gb_per_s"). keep: rows that the file has from another command or another
+    machine stay, unless a new one has their name.
     """
 
     def __init__(
@@ -75,12 +76,14 @@ class Results:
 
     def _take_over(self) -> list["Figure"]:
         content = json.loads(self.path.read_text(encoding="utf-8"))
-        machine = [(c["device"], c["versions"].get("jax")) for c in (content, self.head)]
-        if machine[0] != machine[1]:
-            return []
+        former, this = (f"{c['device']}, JAX {c['versions'].get('jax', '?')}" for c in (content, self.head))
         commands = content["command"].split(" && ")
         self.head["command"] = " && ".join([*(c for c in commands if c != self.head["command"]), self.head["command"]])
-        return [Figure(**row) for row in content["rows"]]
+        elsewhere = "" if former == this else former
+        rows = [Figure(**{"on": elsewhere} | row) for row in content["rows"]]
+        return [
+            dataclasses.replace(row, on="" if (row.on or elsewhere) == this else row.on or elsewhere) for row in rows
+        ]
 
     def add(self, *rows: "Figure") -> None:
         """Prints the rows and writes the file with them."""
@@ -96,7 +99,11 @@ class Results:
 
     @property
     def content(self) -> dict:
-        return {**self.head, "rows": [dataclasses.asdict(row) for row in [*self.kept, *self.rows]]}
+        rows = map(dataclasses.asdict, [*self.kept, *self.rows])
+        return {
+            **self.head,
+            "rows": [row if row["on"] else {k: v for k, v in row.items() if k != "on"} for row in rows],
+        }
 
     def close(self) -> bool:
         """Prints, last, the file's content as one line of JSON. True if every `must` of this run is reached."""
@@ -131,7 +138,8 @@ def table(rows: Sequence[Figure]) -> str:
 def table_row(row: Figure) -> str:
     goals = [goal_text(goal, row.better) for goal in (row.must, row.aim)]
     missed = "" if row.reached else " **(missed)**"
-    return f"| {row.what} | {row.value:.4g} {row.unit}{missed} | {goals[0]} | {goals[1]} |"
+    what = row.what + (f" ({row.on})" if row.on else "")
+    return f"| {what} | {row.value:.4g} {row.unit}{missed} | {goals[0]} | {goals[1]} |"
 
 
 def goal_text(goal: float | None, better: str) -> str:

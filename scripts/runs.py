@@ -235,7 +235,7 @@ def add_engine_options(parser: argparse.ArgumentParser, model: str | None) -> No
     add("--repeats", type=int, default=3)
     add("--seed", type=int, default=0)
     add("--deadline", type=float, default=float("inf"), help="seconds after which nothing new is begun")
-    add("--keep", action="store_true", help="keep the file's other rows of the same device")
+    add("--keep", action="store_true", help="keep the file's other rows")
     add("--folder", type=Path, help="where the file goes (default: benchmarks/results)")
     add("--plot", action="store_true", help="draw the file's rows into a PNG beside it")
 

@@ -614,17 +614,26 @@ def test_one_process_writes_all_files_and_keeps_what_was_there(scripts, tmp_path
     assert after["command"].count(" && ") == 1 and after["command"].startswith(before["command"])
 
 
-def test_rows_of_another_device_are_not_kept(tmp_path):
-    for device, rows in (("one", ["a", "b"]), ("one", ["b", "c"]), ("two", ["d"])):
+def test_rows_of_other_commands_and_machines_are_kept(tmp_path):
+    """One row a name: the latest. What another machine measured says so."""
+    jax_version = render_results.versions()["jax"]
+    for device, rows in (("one", ["a", "b"]), ("one", ["b", "c"]), ("two", ["c", "d"]), ("one", ["e"])):
         results = render_results.Results("x", command=f"make {rows}", device=device, folder=tmp_path, keep=True)
         for number, name in enumerate(rows):
             results.add(Figure(name, number, "s"))
             written = json.loads((tmp_path / "x.json").read_text())  # after each row
             assert written["rows"][-1]["what"] == name
         if rows == ["b", "c"]:
-            assert [(row["what"], row["value"]) for row in written["rows"]] == [("a", 0), ("b", 0), ("c", 1)]
+            assert [(row["what"], row["value"], row.get("on", "")) for row in written["rows"]] == [
+                ("a", 0, ""), ("b", 0, ""), ("c", 1, "")
+            ]  # fmt: skip
             assert written["command"] == "make ['a', 'b'] && make ['b', 'c']"
-    assert [row["what"] for row in written["rows"]] == ["d"]
+    two = f"two, JAX {jax_version}"
+    assert [(row["what"], row.get("on", "")) for row in written["rows"]] == [
+        ("a", ""), ("b", ""), ("c", two), ("d", two), ("e", "")
+    ]  # fmt: skip
+    assert written["device"] == "one"
+    assert f"| d ({two}) | 1 s |" in render_results.table([Figure(**row) for row in written["rows"]])
 
 
 def test_a_command_names_no_place_outside_the_checkout():
