@@ -48,6 +48,10 @@ class Scoring:
             scores = scores + slope * distance.astype(jnp.float32)
         return scores * LOG2_E
 
+    def first_seen(self, positions: Int[Array, "*batch rows"], start: Int[Array, "*batch"]) -> Int[Array, "*batch"]:
+        """Where a range that begins at `start` begins for queries at these positions: none sees what is before."""
+        return start if self.window is None else jnp.maximum(start, positions.min(axis=-1) - self.window + 1)
+
     def sees(self, kv_position: Int[Array, "..."], position: Int[Array, "..."], end: Any) -> Bool[Array, "..."]:
         """Whether a query at `position` sees a key, of those before `end`."""
         visible = kv_position < jnp.minimum(position + 1, end)

@@ -88,7 +88,10 @@ def load_model(
     with tqdm(total=sum(sizes), desc="loading", unit="B", unit_scale=True, disable=not use_tqdm) as progress:
         for (parameter, names, convert), size in zip(parameters, sizes, strict=True):
             # Each is waited for: what is still to be copied to the device would pile up on the host.
-            value = jax.block_until_ready(convert(*(stored[name].read() for name in names), dtype=dtype))
+            tensors = [jax.device_put(stored[name].read()) for name in names]
+            value = jax.block_until_ready(convert(*tensors, dtype=dtype))
+            for tensor in tensors:
+                tensor.delete()  # else JAX lets go of the host's memory behind it only when it is called again
             if dtype == jnp.float16 and not jnp.isfinite(value).all():
                 files = ", ".join({str(stored[name].file): None for name in names})
                 raise CheckpointError(f"{files}: {', '.join(names)}: values that float16 cannot hold; use bfloat16")

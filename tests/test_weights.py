@@ -297,7 +297,9 @@ def test_gguf_files_of_other_architectures(tmp_path, name):
 def test_quantised_gguf_tensors_are_dequantised(tmp_path, kind, monkeypatch):
     """A few rows at a time."""
     monkeypatch.setattr("prefix_jax.stored_tensors.DEQUANTIZED_AT_ONCE", 4096)
-    config = tiny_config(hidden_size=256 if kind.endswith("_K") else 64, num_layers=1)
+    config = tiny_config(
+        num_layers=1, **({"hidden_size": 256, "head_dim": 64} if kind.endswith("_K") else {"hidden_size": 64})
+    )
     quantization = gguf.GGMLQuantizationType[kind]
     path = write_gguf(tmp_path / "model.gguf", config, tiny_weights(config), quantization=quantization)
     want = OracleLlama.from_gguf(path, np.float32).logits(IDS)
@@ -316,7 +318,7 @@ def test_rope_divisors_of_a_gguf_file_are_applied(tmp_path):
 def test_bad_gguf_files_are_refused_by_name(tmp_path):
     """C69 for GGUF: another architecture, a cut file, a file of something else."""
     config = tiny_config(num_layers=1)
-    path = write_gguf(tmp_path / "other.gguf", config, tiny_weights(config), architecture="gemma2")
+    path = write_gguf(tmp_path / "other.gguf", config, {}, architecture="gemma2")
     with pytest.raises(
         CheckpointError, match=r"general\.architecture = 'gemma2' is not supported; known: llama, qwen2"
     ):

@@ -128,7 +128,8 @@ def _llama(keys: Keys) -> Switches:
 
 def _qwen(keys: Keys) -> Switches:
     """A window counts only where it is switched on, and there from a layer on."""
-    return _window(keys, lambda index: index >= keys["max_window_layers"]) if keys["use_sliding_window"] else {}
+    first = keys.get("max_window_layers", 0)
+    return _window(keys, lambda index: index >= first) if keys.get("use_sliding_window") else {}
 
 
 def _qwen2(keys: Keys) -> Switches:
