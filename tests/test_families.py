@@ -80,7 +80,7 @@ def test_the_pallas_kernels_agree(name):
     np.testing.assert_allclose(got, want, atol=TOLERANCE, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["mistral", "baichuan2_13b", "gemma2", "gemma3", "qwen2_window"])
+@pytest.mark.parametrize("name", ["mistral", "baichuan2_13b", "gemma2"])
 def test_windows_and_alibi_live_with_prefix_hits_and_shared_tiles(name, monkeypatch):
     """Tokens are the oracle's, cold and warm, alone and with the head that all share read once for them: C74, C82."""
     folder = folder_of(name)
@@ -89,15 +89,15 @@ def test_windows_and_alibi_live_with_prefix_hits_and_shared_tiles(name, monkeypa
     batcher = llm.engine.batcher  # any run of shared pages is worth a tile
     batcher.costs = dataclasses.replace(batcher.costs, wide=1.5, tile=0.0, partial=0.0, launch=0.0)
     (head,) = random_prompts(7, 100)
-    prompts = [head + tail for tail in random_prompts(8, *range(3, 15))]
+    prompts = [head + tail for tail in random_prompts(8, *range(3, 19))]
     kinds, dispatch = [], llm.engine.runner.dispatch
     monkeypatch.setattr(llm.engine.runner, "dispatch", lambda batch: kinds.append(batch.bucket.kind) or dispatch(batch))
     cold = generate(llm, prompts, greedy(12))
     warm = generate(llm, prompts, greedy(12))
     assert kinds.count("shared") > 10, "the head is read once for all"
     check_greedy(cold + warm, folder)
-    assert cached_of(cold) == [0, *([100] * 11)] or min(cached_of(cold)[1:]) >= 96
-    assert cached_of(warm) == [len(prompt) - 1 for prompt in prompts]
+    assert cached_of(cold)[0] == 0 and min(cached_of(cold)[1:]) >= 96
+    assert cached_of(warm) == [min(len(prompt) - 1, (len(prompt) + 11) // 16 * 16) for prompt in prompts]
 
 
 def test_layers_of_one_kind_share_a_trace():
