@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from prefix_jax.models.llama import Llama, LlamaConfig
 from prefix_jax.stored_tensors import INDEX, ORBAX, write_orbax, write_safetensors
 from prefix_jax.tokenizer import Tokenizer
-from prefix_jax.weights import hf_config, open_tensors
+from prefix_jax.weights import checkpoint_dtype, hf_config, open_tensors
 
 WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
 
@@ -49,7 +49,8 @@ def _copy_what_is_beside(source: Path, target: Path, config: dict[str, Any]) -> 
         return
     tokenizer = Tokenizer.load(source)
     tokenizer.save(target)
-    (target / "config.json").write_text(json.dumps(config | {"eos_token_id": sorted(tokenizer.eos_ids)}, indent=2))
+    config |= {"eos_token_id": sorted(tokenizer.eos_ids), "torch_dtype": checkpoint_dtype(source).name}
+    (target / "config.json").write_text(json.dumps(config, indent=2))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -63,11 +63,17 @@ def test_families_agree_with_transformers(name, tmp_path):
     """C66, C67, C72, C75: RoPE of every kind, stated head sizes, windows that are on and off."""
     folder = write_family(tmp_path, name)
     oracle = OracleLlama.from_folder(folder)
-    for golden in load_goldens(name)[1]:
-        length = len(golden["prompt"])  # transformers scales RoPE for the prompt it sees
-        model = load_model(folder, read_config(folder).for_length(length), dtype=jnp.float32)
-        paged = PagedModel(model, 1 + np.arange(-(-length // PAGE_SIZE))[None])
-        check_logits(lambda ids, paged=paged: paged((0, 0, ids))[0], [golden], 1e-4)
+    config, goldens = read_config(folder), load_goldens(name)[1]
+    longest = max(len(golden["prompt"]) for golden in goldens)
+    page_table = 1 + np.arange(-(-longest // PAGE_SIZE))[None]
+    paged = {}
+    for golden in goldens:
+        # transformers scales RoPE for the prompt it sees
+        length = longest if config.rope_by_length is None else len(golden["prompt"])
+        if length not in paged:
+            paged[length] = PagedModel(load_model(folder, config.for_length(length), dtype=jnp.float32), page_table)
+        padded = golden["prompt"] + [0] * (longest - len(golden["prompt"]))
+        check_logits(lambda ids, run=paged[length], padded=padded: run((0, 0, padded))[0], [golden], 1e-4)
         check_logits(oracle.logits, [golden], 1e-4)
 
 

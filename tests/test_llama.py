@@ -131,7 +131,7 @@ def test_rope_parameters_by_layer_type_are_refused():
         ({"architectures": ["LlamaModel", "LlamaForCausalLM"]}, "is not supported; known: LlamaForCausalLM, Mistral"),
         ({"model_type": "falcon", "architectures": None}, "model_type = 'falcon' is not supported; known: llama, mist"),
         ({"model_type": "gemma2"}, "model_type = 'gemma2' is not supported; known: llama"),
-        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported; known: 'silu'"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported; known: silu, gelu_pytorch_tanh"),
         ({"attention_bias": True}, "attention_bias = True"),
         ({"mlp_bias": True}, "mlp_bias = True"),
         ({"sliding_window": 32}, "sliding_window = 32"),

@@ -493,6 +493,7 @@ def test_a_gguf_file_becomes_a_folder_of_the_same_model(tmp_path):
     for kind in ("orbax", "safetensors"):
         assert main([str(path), str(tmp_path / kind), "--to", kind]) == 0
         assert leaves_equal(load(path), load(tmp_path / kind))
+        assert checkpoint_dtype(tmp_path / kind) == checkpoint_dtype(path)
         want = dataclasses.replace(read_config(path), eos_ids=(0,))
         assert dataclasses.replace(read_config(tmp_path / kind), eos_ids=(0,)) == want
         one, other = Tokenizer.load(path), Tokenizer.load(tmp_path / kind)

@@ -28,9 +28,10 @@ _DEFAULTS = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 1e4,
     "tie_word_embeddings": False,
+    "hidden_act": "silu",
 }
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-GEMMA_ACTIVATIONS = ("gelu_pytorch_tanh", "gelu_new")
+_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,6 @@ class Family:
 
     model_type: str
     defaults: Keys = field(default_factory=dict)
-    activation: str = "silu"
     switches: Callable[[Keys], Switches] = lambda keys: {}
 
 
@@ -52,10 +52,8 @@ def settings(config: Keys) -> Switches:
     for key, known in _ONE_VALUE.items():
         if (got := keys.get(key, known)) != known:
             raise ValueError(f"{key} = {got!r} is not supported; known: {known!r}")
-    activation = keys.get("hidden_activation") or keys.get("hidden_act", family.activation)
-    activation = "gelu_tanh" if activation in GEMMA_ACTIVATIONS and family.activation == "gelu_tanh" else activation
-    if activation != family.activation:
-        raise ValueError(f"hidden_act = {activation!r} is not supported; known: {family.activation!r}")
+    if (activation := keys.get("hidden_activation", keys["hidden_act"])) not in _ACTIVATIONS:
+        raise ValueError(f"hidden_act = {activation!r} is not supported; known: {', '.join(_ACTIVATIONS)}")
     if missing := [key for key in _REQUIRED if key not in keys]:
         raise ValueError(f"config lacks {', '.join(missing)}")
     heads, hidden = keys["num_attention_heads"], keys["hidden_size"]
@@ -76,7 +74,7 @@ def settings(config: Keys) -> Switches:
         "tie_word_embeddings": keys["tie_word_embeddings"],
         "bos_id": keys.get("bos_token_id"),
         "eos_ids": tuple(eos) if isinstance(eos, (list, tuple)) else (eos,),
-        "activation": activation,
+        "activation": _ACTIVATIONS[activation],
     }
     switches = family.switches(keys)
     if "rope_theta" not in switches and not switches.get("alibi"):
@@ -183,12 +181,13 @@ def _gemma3(keys: Keys) -> Switches:
 
 
 _GEMMA = {
+    "hidden_activation": "gelu_pytorch_tanh",
     "head_dim": 256,
     "query_pre_attn_scalar": 256,
     "tie_word_embeddings": True,
     "sliding_window": 4096,
 }
-_BAICHUAN = Family("baichuan", {"max_position_embeddings": 0, "model_max_length": 4096}, switches=_baichuan)
+_BAICHUAN = Family("baichuan", {"max_position_embeddings": 0, "model_max_length": 4096}, _baichuan)
 _QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "max_position_embeddings": 32768}
 
 FAMILIES = {
@@ -196,15 +195,14 @@ FAMILIES = {
     "MistralForCausalLM": Family(
         "mistral",
         {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096},
-        switches=_window,
+        _window,
     ),
-    "Qwen2ForCausalLM": Family("qwen2", _QWEN, switches=_qwen2),  # also Qwen2.5
-    "Qwen3ForCausalLM": Family("qwen3", _QWEN | {"head_dim": 128}, switches=_qwen3),
-    "Phi3ForCausalLM": Family("phi3", {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}, switches=_window),
+    "Qwen2ForCausalLM": Family("qwen2", _QWEN, _qwen2),  # also Qwen2.5
+    "Qwen3ForCausalLM": Family("qwen3", _QWEN | {"head_dim": 128}, _qwen3),
+    "Phi3ForCausalLM": Family("phi3", {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5}, _window),
     "Gemma2ForCausalLM": Family(
         "gemma2",
         _GEMMA | {"max_position_embeddings": 8192, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-        "gelu_tanh",
         _gemma2,
     ),
     "Gemma3ForCausalLM": Family(
@@ -212,7 +210,6 @@ FAMILIES = {
         _GEMMA
         | {"max_position_embeddings": 131072, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
         | {"sliding_window_pattern": 6},
-        "gelu_tanh",
         _gemma3,
     ),
     "BaiChuanForCausalLM": _BAICHUAN,  # the first 7B
