@@ -6,6 +6,8 @@ converted there. The host never holds more than the tensors of one parameter.
 
 import hashlib
 import math
+import time
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -88,16 +90,30 @@ def load_model(
     with tqdm(total=sum(sizes), desc="loading", unit="B", unit_scale=True, disable=not use_tqdm) as progress:
         for (parameter, names, convert), size in zip(parameters, sizes, strict=True):
             # Each is waited for: what is still to be copied to the device would pile up on the host.
-            tensors = [jax.device_put(stored[name].read()) for name in names]
+            values = [stored[name].read() for name in names]
+            tensors = jax.device_put(values)
             value = jax.block_until_ready(convert(*tensors, dtype=dtype))
             for tensor in tensors:
-                tensor.delete()  # else JAX lets go of the host's memory behind it only when it is called again
+                tensor.delete()
+            _let_go(values)
             if dtype == jnp.float16 and not jnp.isfinite(value).all():
                 files = ", ".join({str(stored[name].file): None for name in names})
                 raise CheckpointError(f"{files}: {', '.join(names)}: values that float16 cannot hold; use bfloat16")
             parameter.set_value(value)
             progress.update(size)
     return model
+
+
+def _let_go(values: list[np.ndarray]) -> None:
+    """Empties the list, and waits a little until JAX has let go of the arrays: it does so in a thread of its own, and
+    only while it is called."""
+    held = [weakref.ref(value.base if isinstance(value.base, np.ndarray) else value) for value in values]
+    values.clear()
+    for _ in range(200):
+        if not any(ref() is not None for ref in held):
+            return
+        jax.device_put(0)
+        time.sleep(0.001)
 
 
 def open_tensors(path: str | Path, model: Llama, load_format: str = "auto") -> dict[str, StoredTensor]:
