@@ -6,7 +6,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
 
 LOG2_E = math.log2(math.e)
 MASKED = -1e30  # finite: the difference of two masked maxima must not be NaN
@@ -47,9 +48,22 @@ class Scoring:
             scores = scores + slope * distance.astype(jnp.float32)
         return scores * LOG2_E
 
+    def first_seen(self, positions: Int[Array, "*batch rows"], start: Int[Array, "*batch"]) -> Int[Array, "*batch"]:
+        """Where a range that begins at `start` begins for queries at these positions: none sees what is before."""
+        return start if self.window is None else jnp.maximum(start, positions.min(axis=-1) - self.window + 1)
+
     def sees(self, kv_position: Int[Array, "..."], position: Int[Array, "..."], end: Any) -> Bool[Array, "..."]:
         """Whether a query at `position` sees a key, of those before `end`."""
         visible = kv_position < jnp.minimum(position + 1, end)
         if self.window is not None:
             visible &= kv_position > position - self.window
         return visible
+
+
+def alibi_slopes(num_heads: int) -> Float[np.ndarray, " Hq"]:
+    """float32 slopes: for a power of two 2 ** (-8 i / num_heads), i from 1 on; else those of the power below, and of
+    the one above every other, as many as are wanted."""
+    below = 1 << (num_heads.bit_length() - 1)
+    exponents = [8 * i / below for i in range(1, below + 1)]
+    exponents += [4 * i / below for i in range(1, 2 * below + 1, 2)][: num_heads - below]
+    return np.exp2(-np.array(exponents)).astype(np.float32)

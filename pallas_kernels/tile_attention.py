@@ -117,6 +117,7 @@ def _kernel(
     head = kv_head * group + index % group
     lane = lax.iota(jnp.int32, max(16, pl.next_power_of_2(head_dim)))
     q = _load_rows(q_ref, (token, head), lane, real)
+    first = scoring.first_seen(jnp.where(real, position, end), start)  # padding does not count
     slope = None
     if scoring.alibi_slopes is not None:
         slope = triton.load(scoring.alibi_slopes.at[head], mask=real, other=0.0)[:, None]
@@ -129,7 +130,7 @@ def _kernel(
 
     def body(i, carry):
         acc, peak, total = carry
-        kv_position = start + i * block_kv + lax.iota(jnp.int32, block_kv)
+        kv_position = first + i * block_kv + lax.iota(jnp.int32, block_kv)
         owned = jnp.minimum(kv_position, end - 1)  # past the end may be anybody's page, or NaN
         page = page_table_ref[table_row, owned // page_size]
         slot = page * page_size + owned % page_size
@@ -147,7 +148,7 @@ def _kernel(
 
     blank = jnp.zeros(index.shape, jnp.float32)
     carry = jnp.zeros(index.shape + lane.shape, jnp.float32), blank + MASKED, blank
-    acc, peak, total = lax.fori_loop(0, pl.cdiv(end - start, block_kv), body, carry)
+    acc, peak, total = lax.fori_loop(0, pl.cdiv(end - first, block_kv), body, carry)
 
     seen = peak > MASKED / 2  # until a row sees a position its weights are exp2(0) of masked scores
     total = jnp.where(seen, total, 1)

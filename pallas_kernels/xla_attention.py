@@ -67,9 +67,11 @@ def _attend_group(queries, tiles, positions, page_table, k_slots, v_slots, page_
         slope = jnp.tile(scoring.alibi_slopes.reshape(num_kv_heads, group), rows)[:, :, None]  # [Hkv, R*G, 1]
 
     pages_per_block = -(-BLOCK_KV // page_size)
-    first_page = tiles.start // page_size
+    end = tiles.end[:, None]
+    first = scoring.first_seen(jnp.where(tiles.token < queries.shape[0], positions[token], end), tiles.start)
+    first_page = first // page_size
     last_page = jnp.maximum(tiles.end - 1, 0) // page_size
-    num_pages = jnp.where(tiles.end > tiles.start, last_page + 1 - first_page, 0)
+    num_pages = jnp.where(tiles.end > first, last_page + 1 - first_page, 0)
     page_row = page_table[tiles.row]  # [N, P]
 
     def body(i, carry):

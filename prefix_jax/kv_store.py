@@ -42,10 +42,11 @@ def measure_scales(model: Llama, tokens: Sequence[int]) -> tuple[Scales, ...]:
     values over these tokens, which see all before them."""
     positions = jnp.arange(len(tokens), dtype=jnp.int32)
 
-    def attend(q: Array, k_slots: Array, v_slots: Array) -> Array:
+    def attend(q: Array, k_slots: Array, v_slots: Array, **scoring: Any) -> Array:
         tiles = Tiles(positions[:, None], jnp.zeros_like(positions), jnp.zeros_like(positions), positions + 1)
         table = jnp.arange(len(tokens), dtype=jnp.int32)[None]
-        return paged_attention(q, k_slots, v_slots, positions, table, [tiles], page_size=1, implementation="xla")
+        options = {"page_size": 1, "implementation": "xla", **scoring}
+        return paged_attention(q, k_slots, v_slots, positions, table, [tiles], **options)
 
     @jax.jit
     def run(state: Any, tokens: Array) -> KVStore:

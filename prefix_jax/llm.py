@@ -61,16 +61,15 @@ class LLM:
         if tensor_parallel_size != 1:
             raise ValueError(f"tensor_parallel_size must be 1, got {tensor_parallel_size}")
         config = EngineConfig(**engine)
-        self.model_config = read_config(model, load_format)
+        self.model_config = read_config(model, load_format).for_length(config.max_model_len)
         self.tokenizer = _load_tokenizer(tokenizer, model, load_format)
         if self.tokenizer is not None:
             self.tokenizer.check_fits(self.model_config.vocab_size)
         self._device = _find_device(device)
         with self._on_device():
             self.dtype = _resolve_dtype(dtype, model, load_format)
-            weights = load_model(
-                model, self.model_config, dtype=self.dtype, load_format=load_format, seed=config.seed or 0
-            )
+            options = {"dtype": self.dtype, "load_format": load_format, "seed": config.seed or 0}
+            weights = load_model(model, self.model_config, **options, use_tqdm=use_tqdm)
             self.engine = Engine(weights, self.tokenizer, config, use_tqdm=use_tqdm)
         self.reader = PromptReader(
             self.tokenizer,
@@ -256,7 +255,7 @@ class LLM:
     def load_weights(self, model: str | os.PathLike) -> None:
         """Takes the weights of another checkpoint of the same model, between two steps. Cached pages of the former
         weights never match again; declared prefixes stay and are computed anew. ValueError if shapes differ."""
-        config = read_config(model, "auto")
+        config = read_config(model, "auto").for_length(self.engine.config.max_model_len)
         if (mine := self.model_config) != config:
             names = [field.name for field in fields(config) if getattr(mine, field.name) != getattr(config, field.name)]
             raise ValueError(f"{model} is another model: {', '.join(names)} differ")

@@ -54,6 +54,8 @@ def tile_configs(bucket: Bucket, config: LlamaConfig, dtype: Any, attention: str
 
 
 def _tuning(kind: str, config: LlamaConfig, dtype: Any, attention: str, page_size: int) -> Tuning:
+    if attention == "pallas_hopper" and not config.has_plain_scores:
+        attention = "pallas"  # the kernel for Hopper knows no others
     return tuning_for(kind, config.group_size, config.head_dim, dtype, implementation=attention, page_size=page_size)
 
 

@@ -70,6 +70,12 @@ class Tokenizer:
             f"AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained({str(path)!r})"
         )
 
+    def save(self, folder: Path) -> None:
+        """As a Hugging Face folder has it, but for the EOS ids, which stand in its config.json."""
+        self._backend.save(str(folder / "tokenizer.json"))
+        config = {**self._special_tokens, "add_bos_token": self._add_bos, "chat_template": self.chat_template}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+
     @cached_property
     def vocab_size(self) -> int:
         """One more than the highest id, added tokens included."""

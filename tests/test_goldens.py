@@ -7,17 +7,29 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import OracleLlama
+from paged_forward import PAGE_SIZE, PagedModel
 from plain_forward import plain_logits
-from tiny_models import write_tiny_model
+from tiny_models import tensors_of, write_checkpoint, write_tiny_model
 
 from prefix_jax.weights import load_model, read_config
 
 GOLDENS = Path(__file__).parent / "goldens"
 
 
+FAMILIES = sorted(path.stem for path in GOLDENS.glob("*.json") if "tensors" in json.loads(path.read_text()))
+
+
+def write_family(folder, name: str) -> Path:
+    """A checkpoint of the family: config.json and names as transformers wrote them, values from the seed."""
+    content = json.loads((GOLDENS / f"{name}.json").read_text())
+    config, shapes = content["config"], content["tensors"]
+    zero_centred = config["model_type"].startswith("gemma")
+    return write_checkpoint(folder, config, tensors_of(shapes, content["seed"], zero_centred=zero_centred))
+
+
 def load_goldens(name: str) -> tuple[dict, list[dict]]:
     content = json.loads((GOLDENS / f"{name}.json").read_text())
-    return content["settings"], content["goldens"]
+    return content.get("settings"), content["goldens"]
 
 
 def check_logits(logits_of, goldens: list[dict], tolerance: float) -> None:
@@ -44,6 +56,25 @@ def test_tiny_models_agree_with_transformers(name, tmp_path):
     for logits_of in (OracleLlama.from_folder(folder).logits, lambda ids: plain_logits(model, ids)):
         check_logits(logits_of, goldens, 2e-4)
         check_greedy(logits_of, goldens[-1], 2e-4)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_agree_with_transformers(name, tmp_path):
+    """C66, C67, C72, C75: RoPE of every kind, stated head sizes, windows that are on and off."""
+    folder = write_family(tmp_path, name)
+    oracle = OracleLlama.from_folder(folder)
+    config, goldens = read_config(folder), load_goldens(name)[1]
+    longest = max(len(golden["prompt"]) for golden in goldens)
+    page_table = 1 + np.arange(-(-longest // PAGE_SIZE))[None]
+    paged = {}
+    for golden in goldens:
+        # transformers scales RoPE for the prompt it sees
+        length = longest if config.rope_by_length is None else len(golden["prompt"])
+        if length not in paged:
+            paged[length] = PagedModel(load_model(folder, config.for_length(length), dtype=jnp.float32), page_table)
+        padded = golden["prompt"] + [0] * (longest - len(golden["prompt"]))
+        check_logits(lambda ids, run=paged[length], padded=padded: run((0, 0, padded))[0], [golden], 1e-4)
+        check_logits(oracle.logits, [golden], 1e-4)
 
 
 def test_the_oracle_generates_what_transformers_does(tmp_path):

@@ -10,6 +10,7 @@ from test_kernel_lowering import an_h200
 
 from pallas_kernels.norm import add_rms_norm
 from pallas_kernels.qkv import rotate_and_write
+from pallas_kernels.scoring import alibi_slopes
 from pallas_kernels.tiles import Scales
 
 TOLERANCE = {"float32": 1e-6, "bfloat16": 1e-2}
@@ -18,17 +19,22 @@ IMPLEMENTATIONS = ["xla", "pallas_interpret"]
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("width", [64, 576])
-def test_add_rms_norm(width, dtype, implementation):
+@pytest.mark.parametrize(("width", "offset"), [(64, 0.0), (576, 0.0), (96, 1.0)])
+def test_add_rms_norm(width, offset, dtype, implementation):
     rng = np.random.default_rng(0)
     x, delta = jnp.asarray(rng.normal(0, 3, (2, 5, width)), dtype)
     weight = jnp.asarray(rng.normal(1, 1, width), dtype)
-    total, normed = jax.jit(functools.partial(add_rms_norm, eps=0.1, implementation=implementation))(x, delta, weight)
+    norm = functools.partial(add_rms_norm, eps=0.1, offset=offset, implementation=implementation)
+    total, normed = jax.jit(norm)(x, delta, weight)
     assert total.dtype == normed.dtype == x.dtype
     np.testing.assert_array_equal(total, x + delta)
     want = np.asarray(total, np.float64)
-    want = want / np.sqrt((want**2).mean(axis=1, keepdims=True) + 0.1) * np.asarray(weight, np.float64)
+    want = normed64(want, np.asarray(weight, np.float64) + offset)
     np.testing.assert_allclose(np.asarray(normed, np.float64), want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+def normed64(x, weight):
+    return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + 0.1) * weight
 
 
 def qkv_arrays(num_kv_heads, group, head_dim, dtype):
@@ -48,13 +54,40 @@ def qkv_arrays(num_kv_heads, group, head_dim, dtype):
 SHAPES = [(2, 4, 64), (1, 1, 16), (3, 3, 80), (2, 7, 32)]
 
 
+def before_rotation(kind, num_kv_heads, group, head_dim, dtype):
+    """The options of rotate_and_write that one family or another asks for."""
+    rng = np.random.default_rng(2)
+    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)  # noqa: E731
+    bias = {"bias": normal(num_kv_heads, group + 2, head_dim)}
+    norms = {"q_norm": normal(head_dim), "k_norm": normal(head_dim), "eps": 0.1}
+    return {"plain": {}, "bias": bias, "norms": norms, "all": bias | norms | {"offset": 1.0}}[kind]
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rotate_and_write(shape, dtype, implementation):
-    arrays = qkv_arrays(*shape, dtype)
-    q, k, v = jax.jit(functools.partial(rotate_and_write, implementation=implementation))(*arrays)
+@pytest.mark.parametrize(
+    ("shape", "kind", "turns"),
+    [(shape, "plain", True) for shape in SHAPES]
+    + [(shape, kind, True) for shape in SHAPES[::2] for kind in ("bias", "norms", "all")]
+    + [(SHAPES[0], "plain", False), (SHAPES[2], "all", False)],
+    ids=str,
+)
+def test_rotate_and_write(shape, kind, turns, dtype, implementation):
+    """Bias and norms come before the rotation, which models with ALiBi lack: sglang#16868 (C74)."""
+    qkv, cos, sin, *rest = arrays = qkv_arrays(*shape, dtype)
+    options = before_rotation(kind, *shape, dtype)
+    run = jax.jit(lambda *arrays: rotate_and_write(*arrays, **options, implementation=implementation))
+    q, k, v = run(qkv, *((cos, sin) if turns else (None, None)), *rest)
     qkv, cos, sin, slots, k_before, v_before = (np.asarray(a, np.float64) for a in arrays)
+    wide = {name: np.asarray(value, np.float64) for name, value in options.items()}
+    if "bias" in wide:
+        qkv = np.asarray((arrays[0] + options["bias"]).astype(dtype), np.float64)
+    value = qkv[:, :, -1]
+    if "q_norm" in wide:
+        weights = [wide[name] + wide.get("offset", 0) for name in ("q_norm", "k_norm")]
+        qkv = np.concatenate([normed64(qkv[:, :, :-2], weights[0]), normed64(qkv[:, :, -2:], weights[1])], axis=2)
+    if not turns:
+        cos, sin = np.ones_like(cos), np.zeros_like(sin)
     turn = qkv[..., : shape[2] // 2] + 1j * qkv[..., shape[2] // 2 :]  # pairs as complex numbers
     turn = turn * (cos + 1j * sin)[:, None, None]
     turned = np.concatenate([turn.real, turn.imag], axis=-1)
@@ -63,7 +96,7 @@ def test_rotate_and_write(shape, dtype, implementation):
     written = slots < 40
     want_k, want_v = k_before.copy(), v_before.copy()
     want_k[slots[written].astype(int)] = turned[written][:, :, -2]
-    want_v[slots[written].astype(int)] = qkv[written][:, :, -1]
+    want_v[slots[written].astype(int)] = value[written]
     close(np.asarray(k, np.float64), want_k)
     np.testing.assert_array_equal(np.asarray(v, np.float64), want_v)
     assert q.dtype == k.dtype == v.dtype == arrays[0].dtype
@@ -77,10 +110,27 @@ def test_they_lower_for_cuda_in_place(shape, dtype):
     with an_h200():
         norm = jax.jit(functools.partial(add_rms_norm, eps=1e-5, implementation="pallas"), donate_argnums=0)
         rotate = jax.jit(functools.partial(rotate_and_write, implementation="pallas"), donate_argnums=(4, 5))
-        for traced, aliased in ((norm.trace(x, x, x[0]), 1), (rotate.trace(qkv, *rest, k_slots, v_slots), 2)):
+        full = before_rotation("all", *shape, dtype)
+        with_all = jax.jit(lambda *a: rotate_and_write(*a, **full, implementation="pallas"), donate_argnums=(4, 5))
+        unturned = (qkv, None, None, *rest[2:], k_slots, v_slots)
+        for traced, aliased in (
+            (norm.trace(x, x, x[0]), 1),
+            (rotate.trace(qkv, *rest, k_slots, v_slots), 2),
+            (with_all.trace(qkv, *rest, k_slots, v_slots), 2),
+            (with_all.trace(*unturned), 2),
+        ):
             text = traced.lower(lowering_platforms=("cuda",)).as_text()
             (call,) = (s for s in text.splitlines() if "triton_kernel_call" in s or "__gpu$xla.gpu.triton" in s)
             assert call.count("output_operand_alias<") == aliased or call.count("operand_index") == aliased
+
+
+def test_alibi_slopes_are_those_of_its_paper():
+    """Heads that are no power of two take every other slope of the next one: sglang#16868, vllm#1009 (C74)."""
+    np.testing.assert_allclose(alibi_slopes(8), [2.0**-i for i in range(1, 9)])
+    below, above = alibi_slopes(32), alibi_slopes(64)
+    np.testing.assert_array_equal(alibi_slopes(40), [*below, *above[0:16:2]])
+    np.testing.assert_array_equal(alibi_slopes(1), np.float32([2.0**-8]))
+    assert alibi_slopes(40).dtype == np.float32
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

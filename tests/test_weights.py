@@ -1,8 +1,12 @@
 """Checkpoints: every tensor used and every parameter filled, or an error that names the file and the tensor."""
 
+import dataclasses
 import json
+import shutil
 import subprocess
 import sys
+import weakref
+from functools import partial
 from pathlib import Path
 
 import gguf
@@ -11,14 +15,27 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from convert_checkpoint import convert, main
 from flax import nnx
 from oracle import OracleLlama
 from plain_forward import plain_logits
 from safetensors.numpy import load_file, save_file
-from tiny_models import tiny_config, tiny_weights, write_checkpoint, write_tiny_model
+from test_goldens import write_family
+from tiny_models import (
+    SPECIAL_TOKENS,
+    tiny_baichuan,
+    tiny_config,
+    tiny_tokenizer,
+    tiny_weights,
+    write_checkpoint,
+    write_tiny_model,
+)
 
+from prefix_jax import weights
 from prefix_jax.checkpoint import CheckpointError
 from prefix_jax.models.llama import Llama, LlamaConfig, rope_frequencies
+from prefix_jax.stored_tensors import safetensors_in, write_safetensors
+from prefix_jax.tokenizer import Tokenizer
 from prefix_jax.weights import checkpoint_dtype, load_model, read_config
 
 IDS = np.random.default_rng(1).integers(4, 272, 20).tolist()
@@ -137,8 +154,8 @@ def test_folders_without_a_checkpoint_say_what_is_missing(tmp_path):
     (single / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     with pytest.raises(CheckpointError, match=r"model-00001-of-00001\.safetensors is missing"):
         load(single)
-    with pytest.raises(ValueError, match="unknown load_format 'orbax'; known: auto, safetensors, gguf, dummy"):
-        read_config(folder, "orbax")
+    with pytest.raises(ValueError, match="unknown load_format 'npz'; known: auto, safetensors, gguf, orbax, dummy"):
+        read_config(folder, "npz")
 
 
 @pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16, np.float32])
@@ -197,9 +214,32 @@ def test_dummy_weights_need_only_a_config(tmp_path):
 LLAMA3_DIVISORS = np.linspace(1, 8, 16).astype(np.float32)
 
 
-def write_gguf(path: Path, config: dict, weights: dict, *, quantization=None, divisors=None, architecture="llama"):
-    """The checkpoint as llama.cpp's converter writes it."""
+def quantized(weight: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """The package cannot make blocks of the K kinds: random ones, whose float16 scales are small."""
+    if not kind.name.endswith("_K"):
+        return gguf.quantize(weight, kind)
+    values, size = gguf.GGML_QUANT_SIZES[kind]
+    blocks = np.random.default_rng(weight.size).integers(0, 256, (weight.size // values, size), np.uint8)
+    scales = {"Q4_K": slice(0, 4), "Q6_K": slice(size - 2, size)}[kind.name]
+    count = (scales.stop - scales.start) // 2
+    blocks[:, scales] = np.full((len(blocks), count), 2e-4, np.float16).view(np.uint8)
+    return blocks.reshape(len(weight), -1)
+
+
+def write_gguf(
+    path: Path, config: dict, weights: dict, *, quantization=None, divisors=None, architecture="llama", tokens=False
+):
+    """The checkpoint as llama.cpp's converter writes it; tokens: with the tiny tokenizer."""
     writer = gguf.GGUFWriter(path, architecture)
+    if tokens:
+        model = json.loads(tiny_tokenizer().to_str())["model"]
+        texts = sorted(model["vocab"], key=model["vocab"].get)
+        writer.add_tokenizer_model("gpt2")
+        writer.add_token_list(texts)
+        writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
+        control, normal = gguf.TokenType.CONTROL, gguf.TokenType.NORMAL
+        writer.add_token_types([control if text in SPECIAL_TOKENS else normal for text in texts])
+        writer.add_eos_token_id(0)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
@@ -209,17 +249,17 @@ def write_gguf(path: Path, config: dict, weights: dict, *, quantization=None, di
     writer.add_key_length(config["head_dim"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_theta"])
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config["num_hidden_layers"])
     for name, weight in weights.items():
-        if name.endswith(("q_proj.weight", "k_proj.weight")):  # halves to neighbours
+        if architecture == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):  # halves to neighbours
             weight = (
                 weight.reshape(-1, 2, config["head_dim"] // 2, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
             )
-        stored = names.get_name(name, try_suffixes=(".weight",))
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if quantization is None or weight.ndim == 1:
             writer.add_tensor(stored, np.ascontiguousarray(weight))
         else:
-            writer.add_tensor(stored, gguf.quantize(weight, quantization), raw_dtype=quantization)
+            writer.add_tensor(stored, quantized(weight, quantization), raw_dtype=quantization)
     if divisors is not None:
         writer.add_tensor("rope_freqs.weight", divisors)
     writer.write_header_to_file()
@@ -243,9 +283,23 @@ def test_a_gguf_file_gives_the_same_model_as_its_folder(tmp_path, tied):
     np.testing.assert_allclose(OracleLlama.from_gguf(path).logits(IDS), want, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q8_0", "BF16"])
-def test_quantised_gguf_tensors_are_dequantised(tmp_path, kind):
-    config = tiny_config(hidden_size=64, num_layers=1)
+@pytest.mark.parametrize("name", ["qwen2", "qwen3"])
+def test_gguf_files_of_other_architectures(tmp_path, name):
+    """Biases and norms of queries and keys; no rows in another order: transformers#25199 (C73)."""
+    folder = write_family(tmp_path / "hf", name)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"rope_theta": 10000.0, "head_dim": config.get("head_dim", 16)}
+    path = write_gguf(tmp_path / "m.gguf", config, load_file(folder / "model.safetensors"), architecture=name)
+    assert leaves_equal(load(folder), load(path))
+
+
+@pytest.mark.parametrize("kind", ["F16", "Q4_0", "Q4_1", "Q5_0", "Q8_0", "BF16", "Q4_K", "Q6_K"])
+def test_quantised_gguf_tensors_are_dequantised(tmp_path, kind, monkeypatch):
+    """A few rows at a time."""
+    monkeypatch.setattr("prefix_jax.stored_tensors.DEQUANTIZED_AT_ONCE", 4096)
+    config = tiny_config(
+        num_layers=1, **({"hidden_size": 256, "head_dim": 64} if kind.endswith("_K") else {"hidden_size": 64})
+    )
     quantization = gguf.GGMLQuantizationType[kind]
     path = write_gguf(tmp_path / "model.gguf", config, tiny_weights(config), quantization=quantization)
     want = OracleLlama.from_gguf(path, np.float32).logits(IDS)
@@ -264,8 +318,10 @@ def test_rope_divisors_of_a_gguf_file_are_applied(tmp_path):
 def test_bad_gguf_files_are_refused_by_name(tmp_path):
     """C69 for GGUF: another architecture, a cut file, a file of something else."""
     config = tiny_config(num_layers=1)
-    path = write_gguf(tmp_path / "other.gguf", config, tiny_weights(config), architecture="gemma2")
-    with pytest.raises(CheckpointError, match=r"general\.architecture = 'gemma2' is not supported; known: 'llama'"):
+    path = write_gguf(tmp_path / "other.gguf", config, {}, architecture="gemma2")
+    with pytest.raises(
+        CheckpointError, match=r"general\.architecture = 'gemma2' is not supported; known: llama, qwen2"
+    ):
         read_config(path)
     with pytest.raises(CheckpointError, match=r"want one GGUF file in .*, got 0"):
         read_config(tmp_path / "..", "gguf")
@@ -281,6 +337,34 @@ def test_bad_gguf_files_are_refused_by_name(tmp_path):
         path.write_bytes(content[:keep])
         with pytest.raises(CheckpointError, match=f"{keep}.gguf is .*{message}"):
             load(path)
+
+
+def test_the_host_never_holds_more_than_the_tensors_of_one_parameter(tmp_path, monkeypatch):
+    """Whatever the format: no tensor that was read outlives the parameter that it became."""
+    config = tiny_config(num_layers=3, hidden_size=256)
+    folder = write_checkpoint(tmp_path / "hf", config, tiny_weights(config), num_shards=2)
+    convert(folder, tmp_path / "orbax", "orbax")
+    path = write_gguf(
+        tmp_path / "model.gguf", config, tiny_weights(config), quantization=gguf.GGMLQuantizationType.Q8_0
+    )
+    largest = max(config["vocab_size"], 2 * config["intermediate_size"]) * config["hidden_size"] * 4
+    opened, held = weights.open_tensors, []
+
+    def read(tensor):
+        values = tensor.read()
+        held.append((weakref.ref(values.base if isinstance(values.base, np.ndarray) else values), values.nbytes))
+        size = sum(size for ref, size in held if ref() is not None)
+        alive.append(size)
+        return values
+
+    def watched(*args):
+        return {name: dataclasses.replace(t, read=partial(read, t)) for name, t in opened(*args).items()}
+
+    monkeypatch.setattr(weights, "open_tensors", watched)
+    for source in (folder, tmp_path / "orbax", path):
+        alive = []
+        load(source, jnp.bfloat16)
+        assert largest * 0.9 < max(alive) <= largest, source
 
 
 PEAK_SCRIPT = """
@@ -318,3 +402,143 @@ def test_a_bf16_checkpoint_written_by_others_loads(tmp_path):
     first = load(folder)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     assert leaves_equal(first, load(folder))
+
+
+def test_loading_shows_a_bar_to_watch(tmp_path, capsys):
+    folder = write_tiny_model(tmp_path)
+    load(folder)
+    assert capsys.readouterr().err == ""
+    load_model(folder, read_config(folder), dtype=jnp.float32, use_tqdm=True)
+    shown = capsys.readouterr().err
+    assert "loading" in shown and "100%" in shown
+
+
+def test_values_that_float16_cannot_hold_are_named(tmp_path):
+    """A bfloat16 checkpoint run in float16 gives NaN and one token for ever: vllm#7561, G.O.D#1231 (C76)."""
+    config = tiny_config(num_layers=1)
+    weights = tiny_weights(config)
+    weights["model.layers.0.mlp.up_proj.weight"][3, 5] = 1e5
+    folder = write_checkpoint(tmp_path, config, weights)
+    load(folder, jnp.bfloat16)
+    with pytest.raises(
+        CheckpointError, match=r"model\.safetensors: .*mlp\.up_proj\.weight: values that float16 cannot"
+    ):
+        load(folder, jnp.float16)
+
+
+def test_a_head_of_unit_rows_is_made_once(tmp_path):
+    """Baichuan 2: what is stored stays as it is, what is computed with has rows of length one."""
+    folder = tiny_baichuan(tmp_path)
+    head = np.asarray(load(folder).lm_head[...])
+    np.testing.assert_allclose(np.linalg.norm(head, axis=0), 1, rtol=1e-6)
+    stored = load_file(folder / "model.safetensors")[HEAD]
+    np.testing.assert_allclose(head.T, stored / np.linalg.norm(stored, axis=1, keepdims=True), rtol=1e-5)
+
+
+# From one format to another -------------------------------------------------------------------------------------------
+
+
+def tensors_in(folder: Path) -> dict[str, np.ndarray]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def same_bits(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> bool:
+    kinds = [{name: (tensor.dtype, tensor.shape, tensor.tobytes()) for name, tensor in x.items()} for x in (one, other)]
+    return kinds[0] == kinds[1]
+
+
+@pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16, np.float32])
+def test_a_checkpoint_goes_to_orbax_and_back_bit_for_bit(tmp_path, stored):
+    """NaN and infinities too, shards or not, config and tokenizer with it; Orbax gives the same model (C73, C77)."""
+    config = tiny_config()
+    weights = {name: tensor.astype(stored) for name, tensor in tiny_weights(config).items()}
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.array([np.nan, -np.inf, -0.0, 1e-8], stored)
+    folder = write_checkpoint(tmp_path / "hf", config, weights, num_shards=3)
+    convert(folder, tmp_path / "orbax", "orbax")
+    convert(tmp_path / "orbax", tmp_path / "back", "safetensors")
+    assert same_bits(tensors_in(tmp_path / "back"), weights)
+    assert leaves_equal(load(folder), load(tmp_path / "orbax"))
+    beside = {path.name: path.read_bytes() for path in folder.glob("*.json") if "index" not in path.name}
+    for made in ("orbax", "back"):
+        assert {path.name: path.read_bytes() for path in (tmp_path / made).glob("*.json")} == beside
+    assert checkpoint_dtype(tmp_path / "orbax") == "float32", "as config.json says"
+    assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma3", "phi3"])
+def test_families_go_to_orbax_and_back(tmp_path, name):
+    folder = write_family(tmp_path / "hf", name)
+    convert(folder, tmp_path / "orbax", "orbax")
+    assert leaves_equal(load(folder), load(tmp_path / "orbax"))
+    convert(tmp_path / "orbax", tmp_path / "back", "safetensors")
+    assert same_bits(tensors_in(tmp_path / "back"), tensors_in(folder))
+
+
+def test_a_large_checkpoint_becomes_several_files(tmp_path):
+    config = tiny_config()
+    folder = write_checkpoint(tmp_path, config, tiny_weights(config))
+    stored, target = safetensors_in(folder), tmp_path / "shards"
+    target.mkdir()
+    write_safetensors(target, stored, max_bytes=40_000)
+    assert len(list(target.glob("model-*-of-*.safetensors"))) > 3
+    assert {name: tensor.shape for name, tensor in safetensors_in(target).items()} == {
+        name: tensor.shape for name, tensor in stored.items()
+    }
+    assert same_bits(tensors_in(target), tiny_weights(config))
+
+
+def test_a_gguf_file_becomes_a_folder_of_the_same_model(tmp_path):
+    """Tensors, RoPE divisors and sizes; where nothing is quantised every bit stays: C66, C73."""
+    config = tiny_config(head_dim=32)
+    path = write_gguf(tmp_path / "model.gguf", config, tiny_weights(config), divisors=LLAMA3_DIVISORS, tokens=True)
+    for kind in ("orbax", "safetensors"):
+        assert main([str(path), str(tmp_path / kind), "--to", kind]) == 0
+        assert leaves_equal(load(path), load(tmp_path / kind))
+        assert checkpoint_dtype(tmp_path / kind) == checkpoint_dtype(path)
+        want = dataclasses.replace(read_config(path), eos_ids=(0,))
+        assert dataclasses.replace(read_config(tmp_path / kind), eos_ids=(0,)) == want
+        one, other = Tokenizer.load(path), Tokenizer.load(tmp_path / kind)
+        text = "the cat and 3 é 🙂<|end|>"
+        assert (one.encode(text), one.bos_id, one.eos_ids) == (other.encode(text), other.bos_id, other.eos_ids)
+    assert same_bits(tensors_in(tmp_path / "safetensors"), tiny_weights(config))
+
+
+def orbax_of(tmp_path: Path) -> Path:
+    folder = tmp_path / "orbax"
+    convert(write_tiny_model(tmp_path / "hf", num_layers=1), folder, "orbax")
+    return folder
+
+
+def test_a_damaged_tensor_of_an_orbax_folder_is_named(tmp_path):
+    """C69: a bit that changed, values that are missing, a tensor of another shape, a list that is missing."""
+    folder, name = orbax_of(tmp_path), "model.layers.0.mlp.up_proj.weight"
+    load(folder)
+    (data,) = [path for path in (folder / "orbax" / "model" / name).iterdir() if path.name == "0.0"]
+    content = bytearray(data.read_bytes())
+    content[100] ^= 1
+    data.write_bytes(bytes(content))
+    with pytest.raises(CheckpointError, match=rf"orbax: {name} is damaged: its checksum is another"):
+        load(folder)
+    data.write_bytes(bytes(content[:-4]))
+    with pytest.raises(CheckpointError, match=rf"orbax: {name} is missing or damaged"):
+        load(folder)
+    data.unlink()
+    with pytest.raises(CheckpointError, match=rf"orbax: {name} is "):
+        load(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 301}))
+    with pytest.raises(CheckpointError, match=rf"{EMBED}: {EMBED} has shape \(300, 32\), the config wants \(301, 32\)"):
+        load(folder)
+    shutil.rmtree(folder / "orbax" / "tensors")
+    with pytest.raises(CheckpointError, match="orbax is missing, damaged or cut short"):
+        load(folder)
+
+
+def test_a_conversion_that_cannot_be_is_refused_before_anything_is_written(tmp_path, capsys):
+    folder = write_tiny_model(tmp_path / "hf", num_layers=1)
+    assert main([str(folder), str(folder)]) == 1
+    assert "exists; name a folder that does not" in capsys.readouterr().err
+    (folder / "config.json").write_text(json.dumps(tiny_config(num_layers=2)))
+    assert main([str(folder), str(tmp_path / "new")]) == 1
+    assert "model.layers.1.input_layernorm.weight is missing in" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]

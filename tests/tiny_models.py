@@ -80,6 +80,48 @@ def tiny_weights(config: dict, seed: int = 0) -> dict[str, np.ndarray]:
     return weights
 
 
+def tensors_of(shapes: dict[str, list[int]], seed: int, *, zero_centred: bool = False) -> dict[str, np.ndarray]:
+    """Random float32 tensors of these names and shapes, in the order of the names. zero_centred: norms add one to their
+    weights. Attention is sharp, so that it matters who sees whom."""
+    rng = np.random.default_rng(seed)
+    weights = {}
+    for name in sorted(shapes):
+        values = rng.standard_normal(shapes[name])
+        if name.endswith("norm.weight"):
+            values = 0.1 * values + (0.0 if zero_centred else 1.0)
+        elif values.ndim == 2:
+            kind = name.split(".")[-2]
+            scale = {"q_proj": 3.0, "qkv_proj": 1.7, "W_pack": 1.7, "lm_head": 3.0}.get(kind, 1.0)
+            values = scale * values / np.sqrt(values.shape[1])
+        weights[name] = values.astype(np.float32)
+    return weights
+
+
+def tiny_baichuan(folder, seed: int = 0, *, num_heads: int = 5, alibi: bool = True, second: bool = True) -> Path:
+    """As Baichuan2-13B and its relatives are: packed queries, keys and values, ALiBi or RoPE, NormHead or not."""
+    width = 16 * num_heads
+    changes = {"max_position_embeddings": 2048} if not alibi else {"model_max_length": 2048}
+    config = tiny_config(
+        architectures=["BaichuanForCausalLM"], model_type="baichuan", group=1, num_kv_heads=num_heads, hidden_size=width
+    )
+    for key in ("num_key_value_heads", "head_dim", "max_position_embeddings", "rope_theta"):
+        del config[key]
+    config |= changes | ({"z_loss_weight": 0} if second else {})
+    shapes = {"model.embed_tokens.weight": [300, width], "model.norm.weight": [width], "lm_head.weight": [300, width]}
+    for index in range(config["num_hidden_layers"]):
+        layer = f"model.layers.{index}"
+        shapes |= {
+            f"{layer}.self_attn.W_pack.weight": [3 * width, width],
+            f"{layer}.self_attn.o_proj.weight": [width, width],
+            f"{layer}.mlp.gate_proj.weight": [2 * width, width],
+            f"{layer}.mlp.up_proj.weight": [2 * width, width],
+            f"{layer}.mlp.down_proj.weight": [width, 2 * width],
+            f"{layer}.input_layernorm.weight": [width],
+            f"{layer}.post_attention_layernorm.weight": [width],
+        }
+    return write_checkpoint(folder, config, tensors_of(shapes, seed))
+
+
 def tiny_tokenizer() -> Tokenizer:
     """Byte-level BPE of 4 special tokens, 256 bytes and some merges: 272 ids."""
     tokens = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet())]

@@ -1,0 +1,289 @@
+"""Tensors where they lie, by their Hugging Face names: safetensors, one file or many, GGUF files, Orbax folders.
+
+They are listed first, with shapes and dtypes, and then read one at a time, each into memory of its own. No jax: what is
+to become of a tensor is the reader's business.
+"""
+
+import itertools
+import json
+import math
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+from tqdm import tqdm
+
+from prefix_jax.checkpoint import CheckpointError, GgufFile, read_json
+
+Shape = tuple[int, ...]
+
+FILE_DTYPES = {"BF16": ml_dtypes.bfloat16, "F16": np.float16, "F32": np.float32, "F64": np.float64}
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+ROPE_DIVISORS = "rope_freqs.weight"  # GGUF: one divisor per RoPE frequency, where the model scales them
+REDUNDANT_SUFFIX = "rotary_emb.inv_freq"  # a buffer that follows from the config
+SAFETENSORS, INDEX = "model.safetensors", "model.safetensors.index.json"
+ORBAX = "orbax"  # in a model's folder: its weights as an Orbax checkpoint
+GGUF_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+DEQUANTIZED_AT_ONCE = 2**22  # values: what the gguf package needs meanwhile is several times that
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file. `read` gives its values as they are there, quantised ones as float32; CheckpointError names
+    tensor and file when they are damaged."""
+
+    file: Path
+    shape: Shape
+    dtype: str
+    read: Callable[[], np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+# Safetensors ----------------------------------------------------------------------------------------------------------
+
+
+def safetensors_in(folder: Path) -> dict[str, StoredTensor]:
+    """Tensors of one or many files. CheckpointError names a file that is missing or cut short."""
+    index_file = folder / INDEX
+    index = read_json(index_file)["weight_map"] if index_file.exists() else {}
+    stored: dict[str, StoredTensor] = {}
+    for path in [folder / name for name in sorted(set(index.values())) or [SAFETENSORS]]:
+        stored |= _safetensors_file(path)
+    for name, file_name in index.items():
+        if name not in stored or stored[name].file.name != file_name:
+            raise CheckpointError(f"{index_file} names {name} in {file_name}, which lacks it")
+    return stored
+
+
+def _safetensors_file(path: Path) -> dict[str, StoredTensor]:
+    try:
+        with safe_open(path, "numpy"):  # the library checks header, offsets and length
+            pass
+        with path.open("rb") as file:
+            header_len = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(header_len))
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is missing, damaged or cut short: {error}") from error
+    stored = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        if (dtype := entry["dtype"]) in FILE_DTYPES:
+            kind, shape = np.dtype(FILE_DTYPES[dtype]), tuple(entry["shape"])
+            start = 8 + header_len + entry["data_offsets"][0]
+            stored[name] = StoredTensor(path, shape, kind.name, partial(_read_span, path, name, start, kind, shape))
+        elif not name.endswith(REDUNDANT_SUFFIX):
+            raise CheckpointError(f"{path}: {name}: unknown dtype {dtype}; known: {', '.join(FILE_DTYPES)}")
+    return stored
+
+
+def _read_span(path: Path, name: str, start: int, dtype: np.dtype, shape: Shape) -> np.ndarray:
+    """By plain reading: pages of a mapped file would count as memory beside the tensor itself."""
+    count = math.prod(shape)
+    values = np.fromfile(path, dtype, count, offset=start)
+    if len(values) != count:
+        raise CheckpointError(f"{path}: {name} is cut short")
+    return values.reshape(shape)
+
+
+def write_safetensors(
+    folder: Path, tensors: Mapping[str, StoredTensor], *, max_bytes: int = 4 * 2**30, use_tqdm: bool = False
+) -> None:
+    """One file, or several of up to `max_bytes` (or one tensor) each, and their index. Host memory holds one file."""
+    files, size = [[]], 0
+    for name, tensor in tensors.items():
+        if files[-1] and size + tensor.nbytes > max_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(name)
+        size += tensor.nbytes
+    paths = [f"model-{i + 1:05}-of-{len(files):05}.safetensors" for i in range(len(files))]
+    paths = paths if len(files) > 1 else [SAFETENSORS]
+    values = _read_all(tensors, use_tqdm)
+    for path, names in zip(paths, files, strict=True):
+        save_file(dict(itertools.islice(values, len(names))), folder / path, metadata={"format": "pt"})
+    next(values, None)
+    if len(files) > 1:
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        weight_map = {name: path for path, names in zip(paths, files, strict=True) for name in names}
+        (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}))
+
+
+# GGUF -----------------------------------------------------------------------------------------------------------------
+
+
+def gguf_tensors(
+    file: GgufFile, architecture: str, wanted: Iterable[str], heads: Mapping[str, int]
+) -> dict[str, StoredTensor]:
+    """Those whose Hugging Face name is among `wanted` under it, and under llama.cpp's the others.
+
+    heads: of "q_proj" and "k_proj", whose rows llama.cpp stores in another order for the architecture "llama".
+    """
+    from gguf import MODEL_ARCH, get_tensor_name_map
+
+    num_layers = file.metadata[f"{architecture}.block_count"]
+    names = get_tensor_name_map(MODEL_ARCH[architecture.upper()], num_layers)
+    hf_names = {names.get_name(name, try_suffixes=(".weight", ".bias")): name for name in wanted}
+    stored = {}
+    for stored_name, tensor in file.tensors.items():
+        if stored_name == ROPE_DIVISORS:
+            continue
+        name = hf_names.get(stored_name, stored_name)
+        num_heads = heads.get(name.split(".")[-2]) if architecture == "llama" and "." in name else None
+        shape = tuple(tensor.shape[::-1].tolist())
+        read = partial(_read_gguf_tensor, file.path, tensor, shape, num_heads)
+        stored[name] = StoredTensor(file.path, shape, _gguf_dtype(tensor).name, read)
+    return stored
+
+
+def _gguf_dtype(tensor: Any) -> np.dtype:
+    return np.dtype({"F16": np.float16, "BF16": ml_dtypes.bfloat16}.get(tensor.tensor_type.name, np.float32))
+
+
+def _read_gguf_tensor(path: Path, tensor: Any, shape: Shape, num_heads: int | None) -> np.ndarray:
+    from gguf import dequantize
+
+    kind = tensor.tensor_type.name
+    if kind in ("F32", "F16"):
+        values = np.array(tensor.data).reshape(shape)
+    elif kind == "BF16":
+        values = np.array(tensor.data).view(ml_dtypes.bfloat16).reshape(shape)
+    else:
+        values = np.empty(shape, np.float32)
+        rows, data = values.reshape(-1, shape[-1]), tensor.data.reshape(-1, tensor.data.shape[-1])
+        step = max(1, DEQUANTIZED_AT_ONCE // shape[-1])
+        for start in range(0, len(rows), step):
+            try:
+                rows[start : start + step] = dequantize(data[start : start + step], tensor.tensor_type)
+            except NotImplementedError as error:
+                raise CheckpointError(f"{path}: {tensor.name}: {error}") from error
+    if num_heads is None:
+        return values
+    neighbours = values.reshape(num_heads, -1, 2, *shape[1:])  # RoPE pairs lie together, not in halves
+    return neighbours.swapaxes(1, 2).reshape(shape)
+
+
+_GGUF_CONFIG = {  # key of config.json: key of a GGUF file, after the architecture
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+    "sliding_window": "attention.sliding_window",
+}
+
+
+def gguf_config(file: GgufFile) -> dict[str, Any]:
+    """What stands in the config.json of the same model, whose checks then hold for both."""
+    metadata, tensors = file.metadata, file.tensors
+    if (architecture := metadata.get("general.architecture", "llama")) not in GGUF_ARCHITECTURES:
+        known = ", ".join(GGUF_ARCHITECTURES)
+        raise CheckpointError(f"{file.path}: general.architecture = {architecture!r} is not supported; known: {known}")
+    for key, known in {"rope.scaling.type": "none", "expert_count": 0}.items():
+        if (got := metadata.get(f"{architecture}.{key}", known)) != known:
+            raise CheckpointError(f"{file.path}: {architecture}.{key} = {got!r} is not supported; known: {known!r}")
+    values = {key: metadata.get(f"{architecture}.{gguf_key}") for key, gguf_key in _GGUF_CONFIG.items()}
+    has_window = architecture == "llama" and values["sliding_window"]
+    values["architectures"] = ["MistralForCausalLM" if has_window else GGUF_ARCHITECTURES[architecture]]
+    values["vocab_size"] = int(tensors["token_embd.weight"].shape[1]) if "token_embd.weight" in tensors else None
+    values["tie_word_embeddings"] = "output.weight" not in tensors
+    values |= {f"{kind}_token_id": metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("bos", "eos")}
+    values = {key: value for key, value in values.items() if value is not None}
+    if ROPE_DIVISORS in tensors:  # those of all lengths: in a config.json this is how to say it
+        divisors = tensors[ROPE_DIVISORS].data.tolist()
+        rope = {"rope_type": "longrope", "short_factor": divisors, "long_factor": divisors, "attention_factor": 1.0}
+        values["rope_scaling"] = rope | {"original_max_position_embeddings": values.get("max_position_embeddings")}
+    turned = metadata.get(f"{architecture}.rope.dimension_count")
+    head_dim = values.get("head_dim") or values.get("hidden_size", 0) // max(values.get("num_attention_heads", 1), 1)
+    if turned not in (None, head_dim):
+        raise CheckpointError(f"{file.path}: RoPE over {turned} of {head_dim} dimensions is not supported")
+    return values
+
+
+# Orbax ----------------------------------------------------------------------------------------------------------------
+
+
+def orbax_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Tensors of what `write_orbax` wrote. CheckpointError when the list of them is missing or damaged."""
+    import orbax.checkpoint as ocp
+
+    folder = folder.absolute()
+    try:
+        with _checkpointer() as checkpointer:
+            args = ocp.args.Composite(tensors=ocp.args.JsonRestore())
+            entries = checkpointer.restore(folder, args).tensors
+        return {
+            name: StoredTensor(
+                folder / "model" / name, tuple(entry["shape"]), entry["dtype"], partial(_restore, folder, name, entry)
+            )
+            for name, entry in entries.items()
+        }
+    except Exception as error:  # Orbax and TensorStore raise whatever comes
+        raise CheckpointError(f"{folder} is missing, damaged or cut short: {error}") from error
+
+
+def write_orbax(folder: Path, tensors: Mapping[str, StoredTensor], *, use_tqdm: bool = False) -> None:
+    """One Orbax checkpoint: `model`, the tensors by name, and `tensors`, their shapes, dtypes and checksums. It is
+    whole or it is not there. Host memory holds all tensors meanwhile."""
+    import orbax.checkpoint as ocp
+
+    values = dict(_read_all(tensors, use_tqdm))
+    entries = {
+        name: {"shape": list(value.shape), "dtype": value.dtype.name, "crc32": _crc32(value)}
+        for name, value in values.items()
+    }
+    args = ocp.args.Composite(model=ocp.args.PyTreeSave(values), tensors=ocp.args.JsonSave(entries))
+    with _checkpointer() as checkpointer:
+        checkpointer.save(folder.absolute(), args)
+
+
+def _read_all(tensors: Mapping[str, StoredTensor], use_tqdm: bool) -> Iterator[tuple[str, np.ndarray]]:
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    with tqdm(total=total, desc="converting", unit="B", unit_scale=True, disable=not use_tqdm) as progress:
+        for name, tensor in tensors.items():
+            yield name, tensor.read()
+            progress.update(tensor.nbytes)
+
+
+def _restore(folder: Path, name: str, entry: Mapping[str, Any]) -> np.ndarray:
+    import orbax.checkpoint as ocp
+
+    item = {name: np.empty(entry["shape"], entry["dtype"])}  # Orbax takes the shape; no page of it is touched
+    numpy = {name: ocp.RestoreArgs(restore_type=np.ndarray)}
+    args = ocp.args.PyTreeRestore(item=item, restore_args=numpy, partial_restore=True)
+    try:
+        with _checkpointer() as checkpointer:
+            value = checkpointer.restore(folder, ocp.args.Composite(model=args)).model[name]
+    except Exception as error:
+        raise CheckpointError(f"{folder}: {name} is missing or damaged: {error}") from error
+    if list(value.shape) != entry["shape"] or value.dtype.name != entry["dtype"]:
+        raise CheckpointError(f"{folder}: {name} is {value.dtype.name} {value.shape}, its list says {entry}")
+    if _crc32(value) != entry["crc32"]:
+        raise CheckpointError(f"{folder}: {name} is damaged: its checksum is another")
+    return value
+
+
+def _crc32(value: np.ndarray) -> int:
+    return zlib.crc32(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
+
+
+def _checkpointer() -> Any:
+    # Imported where it is used: it takes a second.
+    import orbax.checkpoint as ocp
+
+    arrays = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False)  # zstd is slower than most disks
+    return ocp.Checkpointer(ocp.CompositeCheckpointHandler(tensors=ocp.JsonCheckpointHandler(), model=arrays))
