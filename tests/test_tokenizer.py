@@ -129,9 +129,9 @@ def test_random_ids_over_a_real_vocabulary_never_raise(shared_data, name):
 class CountingTokenizer(Tokenizer):
     calls = 0
 
-    def decode(self, ids, skip_special_tokens=True):
+    def decode(self, ids, *options):
         self.calls += 1
-        return super().decode(ids, skip_special_tokens)
+        return super().decode(ids, *options)
 
 
 @pytest.mark.parametrize("backend", [tiny_tokenizer(), byte_fallback_backend()], ids=["byte_level", "byte_fallback"])
@@ -374,3 +374,14 @@ def test_the_tokenizer_needs_no_jax(tmp_path):
     )
     source = Path(__file__).parents[1] / "prefix_jax" / "tokenizer.py"
     subprocess.run([sys.executable, "-c", script, str(source), str(folder)], check=True)
+
+
+def test_special_tokens_stand_alone_where_no_spaces_are_wanted():
+    """spaces_between_special_tokens; a decoder without a rule of its own puts spaces between all tokens."""
+    backend = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1, "<s>": 2, "<t>": 3}, unk_token="a"))
+    backend.add_special_tokens(["<s>", "<t>"])
+    tokenizer = Tokenizer(backend)
+    ids = [2, 3, 0, 1, 2]
+    assert tokenizer.decode(ids, False) == "<s> <t> a b <s>"
+    assert tokenizer.decode(ids, False, False) == "<s><t>a b<s>"
+    assert tokenizer.decode(ids, True, False) == tokenizer.decode(ids) == "a b"
