@@ -72,7 +72,7 @@ class PageHistory:
 class PageTable:
     """One sequence's hold on pages, in position order."""
 
-    __slots__ = ("pages", "root", "nodes", "cached_len", "copy", "changed", "publishes", "priority", "ttl")
+    __slots__ = ("pages", "root", "nodes", "cached_len", "copy", "changed", "publishes", "priority", "ttl", "step")
 
     def __init__(self, root: Root, nodes: list[Node], publishes: bool, *, priority: int = 0, ttl: float | None = None):
         self.root = root
@@ -84,6 +84,7 @@ class PageTable:
         self.publishes = publishes
         self.priority = priority
         self.ttl = ttl  # seconds that its pages are worth keeping; None: any number
+        self.step = -1  # whose plan opened it
 
     @property
     def last(self) -> Node:
@@ -388,6 +389,7 @@ class PrefixCache:
             held.readers += 1
             held.uses += 1
         table.root.readers += 1
+        table.step = self.step
         table.cached_len = len(table.nodes) * self.page_size
         self.tables.add(table)
         return table

@@ -253,7 +253,10 @@ class Scheduler:
             return False
         if leader.table is None:
             return len(leader.tokens) == leader.prompt_len  # else it was preempted later: its pages may be found
-        if leader.planned_step == self.cache.step:  # a page is copied as earlier steps left it
+        # A page is copied as earlier steps left it: not if this very step copies it, brings it back or computes it.
+        if leader.table.step == self.cache.step:
+            return True
+        if leader.planned_step == self.cache.step:
             return any(chunk.sequence is leader and chunk.start < leader.prompt_len for chunk in plan.chunks)
         return leader.computed_len < leader.prompt_len
 

@@ -9,6 +9,7 @@ from engines import (
     SMALL,
     TIGHT,
     TINY,
+    WIDE,
     IdealCache,
     cached_of,
     check_greedy,
@@ -102,6 +103,40 @@ def test_an_abort_ends_all_answers(monkeypatch):
     (output,) = generate(llm, [{"prompt_token_ids": prompt, "request_id": "mine"}], sampled(40, n=3))
     assert {answer.finish_reason for answer in output.outputs} == {"abort"}
     assert all(0 < len(answer.token_ids) < 40 for answer in output.outputs) and not llm.engine.sequences
+
+
+WISHES = [
+    {"n": 3}, {"n": 2, "repetition_penalty": 1.3, "frequency_penalty": 0.5}, {"n": 2, "logprobs": 20},
+    {"prompt_logprobs": 2}, {"min_p": 0.05, "top_k": 50, "top_p": 0.9}, {"min_tokens": 6, "stop_token_ids": [5, 6, 7]},
+    {"n": 2, "allowed_token_ids": range(4, 100)}, {"max_tokens": 0, "prompt_logprobs": 1}, {"n": 4, "stop": ["e"]},
+    {"presence_penalty": 1.0, "logit_bias": {9: 5.0}},
+]  # fmt: skip
+CROWDED = {**TIGHT, "num_pages": 20}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"enable_prefix_caching": False}, CROWDED, {**CROWDED, "schedule_policy": "dfs"},
+     {**CROWDED, "host_memory_gib": 0.01}, {"bitwise": True}, {**WIDE, "forest": True}],
+    ids=["off", "crowded", "dfs", "tier", "bitwise", "forest"],
+)  # fmt: skip
+def test_all_wishes_at_once_get_the_same_answers_in_every_engine(options):
+    """Cold, warm and streamed; a leader that starts anew finds its own pages on their way from the host."""
+    prompts = [*family(40), *random_prompts(41, 3, 50)]
+    params = [sampled(**{"max_tokens": 12, "temperature": 2.0, **wish}) for wish in WISHES]
+
+    def said(outputs):
+        return {(o.index, a.index): (a.text, a.token_ids, a.finish_reason) for o in outputs for a in o.outputs}
+
+    expected = said(generate(make_llm(), prompts, params))
+    llm = make_llm(**options)
+    assert said(generate(llm, prompts, params)) == expected
+    assert said(generate(llm, prompts, params)) == expected
+    assert joined(llm.stream(prompts, params)) == expected
+    if "num_pages" in options and options["num_pages"] == 20:
+        assert llm.stats["preemptions"] > 10 and llm.stats["forked_tokens"] > 300
+    if "host_memory_gib" in options:
+        assert llm.stats["host_hit_pages"] > 0
 
 
 # While they grow ------------------------------------------------------------------------------------------------------
