@@ -187,7 +187,7 @@ class Engine:
         rules = self._make_rules(request) if sampling.has_rules else None
         sequences: list[Sequence] = []
         for index in range(sampling.n):
-            of_index = (seed + index * GOLDEN) % 2**64
+            of_index = (int(seed) + index * GOLDEN) % 2**64
             sequence = Sequence(request, self.num_added, of_index, index, sequences[0] if sequences else None)
             sequence.rules = rules
             if self.tokenizer is not None and (sampling.stop or (request.streams and sampling.detokenize)):
@@ -317,6 +317,8 @@ class Engine:
         plan, self.in_flight = self.in_flight.plan, None
         now = time.monotonic()
         self._observe(plan, now)
+        for first, index in plan.numbered_scores():  # before the first token may end the answer
+            self._take_scores(plan.chunks[index], first, logprobs)
         for read, chunk in plan.numbered_reads():
             sequence, sampling = chunk.sequence, chunk.sequence.request.sampling
             sequence.pending -= chunk.samples
@@ -330,8 +332,6 @@ class Engine:
             self.scheduler.settle(sequence)
             if chunk.samples:
                 self._finish_if_done(sequence)
-        for first, index in plan.numbered_scores():
-            self._take_scores(plan.chunks[index], first, logprobs)
 
     def _take_scores(self, chunk: Chunk, first: int, logprobs: _LogprobsReader) -> None:
         """Of the prompt's tokens behind the positions that the chunk scored."""

@@ -141,6 +141,14 @@ def test_the_prompts_are_the_same_cold_and_warm(length, budget):
     assert llm.stats["published_pages"] == num_pages, "nothing is published twice"
 
 
+@pytest.mark.parametrize("length", [2, 12, 80])
+def test_an_answer_that_ends_at_once_loses_no_score(length):
+    llm = make_llm()
+    (prompt,) = random_prompts(19, 80)
+    (output,) = generate(llm, [prompt[:length]], greedy(1, prompt_logprobs=1, seed=np.int64(5)))
+    check_prompt(output, 1)
+
+
 def test_overlapping_prompts_in_both_orders_and_side_by_side():
     """C53, and pages that others fill in the same step."""
     llm = make_llm()
