@@ -1,4 +1,4 @@
-"""Files that weights and tokenizer both come from, JSON and GGUF, and what is raised when one is damaged. No jax."""
+"""Files that several modules read or write, JSON, GGUF and Orbax, and what is raised when one is damaged. No jax."""
 
 import json
 from collections.abc import Mapping
@@ -52,3 +52,16 @@ def read_gguf(path: Path) -> GgufFile:
     if reader.byte_order != "I":
         raise CheckpointError(f"{path} has the byte order of another machine")
     return GgufFile(path, metadata, {tensor.name: tensor for tensor in reader.tensors})
+
+
+def orbax_checkpointer(document: str, arrays: str) -> Any:
+    """An orbax.checkpoint.Checkpointer, to be closed, of folders with two items of these names: a JSON document, and a
+    pytree of arrays, which are not compressed: zstd is slower than most disks."""
+    # Imported where it is used: it takes a second.
+    import orbax.checkpoint as ocp
+
+    handlers = {
+        document: ocp.JsonCheckpointHandler(),
+        arrays: ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False),
+    }
+    return ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers))

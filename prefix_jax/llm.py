@@ -22,13 +22,13 @@ from prefix_jax.beam_search import BeamSearchOutput, BeamSearchParams, beam_sear
 from prefix_jax.cache_report import CacheReport, make_report
 from prefix_jax.engine import Engine
 from prefix_jax.engine_config import EngineConfig
+from prefix_jax.likelihood import Score, make_score, split_tokens
 from prefix_jax.models.llama import LlamaConfig
 from prefix_jax.prefix_cache import PageTable
 from prefix_jax.prefix_pool import Encoded, Prefix, PrefixPool
 from prefix_jax.prompts import Prompt, PromptReader
 from prefix_jax.request import Request, RequestOutput, SamplingParams, refused_output
 from prefix_jax.saved_prefixes import SavedPrefix, load_prefixes, save_prefixes
-from prefix_jax.scoring import Score, make_score, split_tokens
 from prefix_jax.tokenizer import Tokenizer
 from prefix_jax.weights import checkpoint_dtype, load_model, read_config
 
@@ -141,9 +141,7 @@ class LLM:
         if on_error not in ("raise", "return"):
             raise ValueError(f'on_error must be "raise" or "return", got {on_error!r}')
         prompts = _as_list(prompts)
-        requests, errors = self._read(prompts, sampling_params, prefix_pos, prefix, cache_mode)
-        if errors and on_error == "raise":
-            raise ValueError(_describe(errors, len(prompts)))
+        requests, errors = self._read(prompts, sampling_params, prefix_pos, prefix, cache_mode, on_error=on_error)
         results = {index: _refused(prompts[index], error, index) for index, error in errors.items()}
         for index in sorted(results) if on_output else ():
             on_output(results[index])
@@ -170,9 +168,7 @@ class LLM:
         are those of `generate`; ValueError comes now, before anything runs. Left early, it ends what is unfinished.
         """
         prompts = _as_list(prompts)
-        requests, errors = self._read(prompts, sampling_params, prefix_pos, prefix, cache_mode, streams=True)
-        if errors:
-            raise ValueError(_describe(errors, len(prompts)))
+        requests, _ = self._read(prompts, sampling_params, prefix_pos, prefix, cache_mode, streams=True)
         return self._run(requests)
 
     def chat(
@@ -216,7 +212,7 @@ class LLM:
         use_tqdm: bool = True,
     ) -> list[Score]:
         """How likely each continuation is behind its prompt, or all behind one; what prompts share is computed once.
-        See scoring.split_tokens for where a text's prompt ends. ValueError for what cannot be scored."""
+        See likelihood.split_tokens for where a text's prompt ends. ValueError for what cannot be scored."""
         prompts = _as_list(prompts)
         if len(prompts) == 1:
             prompts = prompts * len(continuations)
@@ -229,9 +225,7 @@ class LLM:
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """The likeliest answers to each prompt that a search of `beam_width` finds. Beams share their pages."""
-        requests, errors = self._read(prompts := _as_list(prompts), SamplingParams(), None, None, "readwrite")
-        if errors:
-            raise ValueError(_describe(errors, len(prompts)))
+        requests, _ = self._read(_as_list(prompts), None, None, None, "readwrite")
         return beam_search(self, [list(request.prompt_token_ids) for request in requests.values()], params)
 
     def abort(self, request_id: str) -> None:
@@ -270,15 +264,26 @@ class LLM:
     # ------------------------------------------------------------------------------------------------------------------
 
     def _read(
-        self, prompts: list[Prompt], sampling_params, prefix_pos, prefix, cache_mode, *, streams: bool = False
+        self,
+        prompts: list[Prompt],
+        sampling_params,
+        prefix_pos,
+        prefix,
+        cache_mode,
+        *,
+        streams: bool = False,
+        on_error: str = "raise",
     ) -> tuple[dict[int, Request], dict[int, str]]:
-        """The good requests by index, and what is wrong with the others."""
+        """The good requests by index, and with on_error="return" what is wrong with the others; else ValueError."""
         params = _one_each("sampling_params", sampling_params or SamplingParams(), len(prompts), SamplingParams)
         positions = _one_each("prefix_pos", prefix_pos, len(prompts), (int, np.integer, type(None)))
         positions = [None if position is None else int(position) for position in positions]
         before = _one_each("prefix", prefix, len(prompts), (Prefix, str, type(None)))
         modes = _one_each("cache_mode", cache_mode, len(prompts), str)
-        return self.reader.read(prompts, params, positions, before, modes, streams=streams)
+        requests, errors = self.reader.read(prompts, params, positions, before, modes, streams=streams)
+        if errors and on_error == "raise":
+            raise ValueError(_describe(errors, len(prompts)))
+        return requests, errors
 
     def _run(self, requests: dict[int, Request]) -> Iterator[RequestOutput]:
         """Yields each output as it finishes. Left early, by an error or an interrupt, it leaves no request behind."""

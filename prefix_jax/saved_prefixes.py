@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jaxtyping import Int, Shaped
 
-from prefix_jax.checkpoint import CheckpointError
+from prefix_jax.checkpoint import CheckpointError, orbax_checkpointer
 from prefix_jax.engine import Engine
 from prefix_jax.prefix_cache import PageTable
 from prefix_jax.prefix_trie import Node
@@ -170,14 +170,6 @@ def _slots(pages: Int[np.ndarray, " n"], page_size: int) -> Int[np.ndarray, " sl
 # The disk -------------------------------------------------------------------------------------------------------------
 
 
-def _checkpointer() -> Any:
-    # Imported where it is used: it takes a second.
-    import orbax.checkpoint as ocp
-
-    arrays = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False)  # zstd is slower than most disks
-    return ocp.Checkpointer(ocp.CompositeCheckpointHandler(prefixes=ocp.JsonCheckpointHandler(), kv=arrays))
-
-
 def _write(path: Path, document: dict[str, Any], groups: list[Values]) -> None:
     import orbax.checkpoint as ocp
 
@@ -189,7 +181,7 @@ def _write(path: Path, document: dict[str, Any], groups: list[Values]) -> None:
         _remove_unfinished(path)
         before = _saves(path)
         folder = path / f"{FOLDER}{before[-1] + 1 if before else 0}"
-        with _checkpointer() as checkpointer:
+        with orbax_checkpointer("prefixes", "kv") as checkpointer:
             checkpointer.save(folder, args)
     except Exception as error:  # Orbax and TensorStore raise whatever comes
         _remove_unfinished(path)
@@ -206,7 +198,7 @@ def _read(path: Path, engine: Engine) -> tuple[dict[str, Any], list[Values]]:
     if not saves:
         raise CheckpointError(f"{path}: there are no saved prefixes")
     folder = path / f"{FOLDER}{saves[-1]}"
-    with _checkpointer() as checkpointer:
+    with orbax_checkpointer("prefixes", "kv") as checkpointer:
         try:
             document = checkpointer.restore(folder, ocp.args.Composite(prefixes=ocp.args.JsonRestore())).prefixes
             save = document["save"]

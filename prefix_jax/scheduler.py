@@ -59,6 +59,7 @@ class StepPlan:
     copies: list[tuple[int, int]] = field(default_factory=list)
     num_tokens: int = 0
     num_reads: int = 0  # positions whose logits are read, max_num_seqs at most
+    num_scored: int = 0  # of these, for log-probabilities of the prompt; the others yield a token each
     arrivals: dict[int, Any] = field(default_factory=dict)
 
     def numbered_reads(self) -> Iterator[tuple[int, Chunk]]:
@@ -70,9 +71,8 @@ class StepPlan:
 
     def numbered_scores(self) -> list[tuple[int, int]]:
         """The number of the first position that a chunk scores, which follow the samples, and the chunk's index."""
-        number = sum(chunk.samples for chunk in self.chunks)
-        numbered = []
-        for index, chunk in enumerate(self.chunks) if self.num_reads > number else ():
+        number, numbered = self.num_reads - self.num_scored, []
+        for index, chunk in enumerate(self.chunks) if self.num_scored else ():
             if chunk.num_scored:
                 numbered.append((number, index))
                 number += chunk.num_scored
@@ -326,9 +326,10 @@ class Scheduler:
         find more."""
         table, reads = sequence.table, self.caching and sequence.request.reads
         sequence.num_cached_tokens = sequence.computed_len
-        sequence.hit_end = self.cache.explain(table, sequence.tokens) if reads else HitEnd("off", 0)
         if sequence.computed_len < table.cached_len:
             sequence.hit_end = HitEnd("scored", sequence.computed_len)
+        else:
+            sequence.hit_end = self.cache.explain(table, sequence.tokens) if reads else HitEnd("off", 0)
         self.prefixes.count(sequence.prefixes, table.cached_len)
         self.counts["prompt_tokens"] += sequence.prompt_len
         self.counts["found_tokens"] += table.cached_len
@@ -348,6 +349,7 @@ class Scheduler:
             num_scored = max(0, score_end - max(start, sequence.scored_len - 1))
             sequence.scored_len += num_scored
             plan.num_reads += num_scored
+            plan.num_scored += num_scored
             chunk = chunk._replace(num_scored=num_scored, score_end=score_end)
         plan.chunks.append(chunk)
         plan.num_tokens += length

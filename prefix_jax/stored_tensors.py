@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
-from prefix_jax.checkpoint import CheckpointError, GgufFile, read_json
+from prefix_jax.checkpoint import CheckpointError, GgufFile, orbax_checkpointer, read_json
 
 Shape = tuple[int, ...]
 
@@ -223,7 +223,7 @@ def orbax_tensors(folder: Path) -> dict[str, StoredTensor]:
 
     folder = folder.absolute()
     try:
-        with _checkpointer() as checkpointer:
+        with orbax_checkpointer("tensors", "model") as checkpointer:
             args = ocp.args.Composite(tensors=ocp.args.JsonRestore())
             entries = checkpointer.restore(folder, args).tensors
         return {
@@ -247,7 +247,7 @@ def write_orbax(folder: Path, tensors: Mapping[str, StoredTensor], *, use_tqdm: 
         for name, value in values.items()
     }
     args = ocp.args.Composite(model=ocp.args.PyTreeSave(values), tensors=ocp.args.JsonSave(entries))
-    with _checkpointer() as checkpointer:
+    with orbax_checkpointer("tensors", "model") as checkpointer:
         checkpointer.save(folder.absolute(), args)
 
 
@@ -266,7 +266,7 @@ def _restore(folder: Path, name: str, entry: Mapping[str, Any]) -> np.ndarray:
     numpy = {name: ocp.RestoreArgs(restore_type=np.ndarray)}
     args = ocp.args.PyTreeRestore(item=item, restore_args=numpy, partial_restore=True)
     try:
-        with _checkpointer() as checkpointer:
+        with orbax_checkpointer("tensors", "model") as checkpointer:
             value = checkpointer.restore(folder, ocp.args.Composite(model=args)).model[name]
     except Exception as error:
         raise CheckpointError(f"{folder}: {name} is missing or damaged: {error}") from error
@@ -279,11 +279,3 @@ def _restore(folder: Path, name: str, entry: Mapping[str, Any]) -> np.ndarray:
 
 def _crc32(value: np.ndarray) -> int:
     return zlib.crc32(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
-
-
-def _checkpointer() -> Any:
-    # Imported where it is used: it takes a second.
-    import orbax.checkpoint as ocp
-
-    arrays = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False)  # zstd is slower than most disks
-    return ocp.Checkpointer(ocp.CompositeCheckpointHandler(tensors=ocp.JsonCheckpointHandler(), model=arrays))

@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -142,8 +142,7 @@ class Tokenizer:
         if continue_final_message and add_generation_prompt:
             raise ValueError("continue_final_message and add_generation_prompt exclude each other")
         try:
-            template = self._compiled_template if chat_template is None else _compile_template(chat_template)
-            text = template.render(
+            text = _compile_template(self.chat_template if chat_template is None else chat_template).render(
                 messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             )  # fmt: skip
@@ -178,10 +177,6 @@ class Tokenizer:
         if not chats:
             raise ValueError("the chat template takes no message behind these")
         return _common_start(own, chats)
-
-    @cached_property
-    def _compiled_template(self) -> jinja2.Template:
-        return _compile_template(self.chat_template)
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:
@@ -288,6 +283,7 @@ _CONTINUATIONS = (
 )
 
 
+@lru_cache(maxsize=16)
 def _compile_template(source: str) -> jinja2.Template:
     def raise_exception(message: str):
         raise jinja2.TemplateError(message)

@@ -15,9 +15,9 @@ import benchmark_generation as generation
 import benchmark_prefix_caching as prefix_caching
 import benchmark_serving as serving
 import benchmark_throughput as throughput
-from benchmark_throughput import NUM_RUNNING, finish, open_results, shared_prefix, start_figure
+from benchmark_throughput import NUM_RUNNING, shared_prefix
 from render_results import Figure
-from runs import Bench, add_engine_options, make_bench
+from runs import Bench, add_engine_options, finish, make_bench, open_results, start_figure
 
 FILES = {"throughput": "throughput", "serving": "serving", "generation": "generation"} | dict.fromkeys(
     prefix_caching.PARTS, "prefix_caching"

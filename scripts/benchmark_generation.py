@@ -14,12 +14,9 @@ from typing import Any
 
 import numpy as np
 import workloads
-from benchmark_throughput import finish, open_results, start_figure
 from render_results import Figure
-from runs import ALL_ON, Bench, add_engine_options, make_bench
+from runs import ALL_ON, Bench, add_engine_options, make_bench, write_figures
 from workloads import Workload
-
-from prefix_jax import SamplingParams
 
 RULES = {"presence_penalty": 0.3, "frequency_penalty": 0.2, "repetition_penalty": 1.1}
 SAMPLED = {"temperature": 0.8, "top_p": 0.9, "seed": 1}
@@ -36,19 +33,10 @@ ARMS: dict[str, tuple[dict[str, Any], float | None]] = {  # what every row asks 
 GOAL_OF = ("llama-3-8b", 256)
 
 
-def run(bench: Bench, workload: Workload, asked: dict[str, Any]) -> float:
+def rate(bench: Bench, workload: Workload, asked: dict[str, Any]) -> float:
     """Output tokens per second."""
-    bench.switch(ALL_ON)
-    params = [
-        SamplingParams(**{"temperature": 0, "max_tokens": item.output_len, "ignore_eos": True, **asked})
-        for item in workload.items
-    ]
-    prompts = [item.tokens.tolist() for item in workload.items]
-    gc.collect()
-    started = time.perf_counter()
-    outputs = bench.llm.generate(prompts, params, use_tqdm=False)
-    seconds = time.perf_counter() - started
-    return sum(len(answer.token_ids) for output in outputs for answer in output.outputs) / seconds
+    run = bench.run(workload, ALL_ON, asked)
+    return run.num_output_tokens / run.seconds
 
 
 def generation_figures(bench: Bench, args: argparse.Namespace) -> Iterator[Figure]:
@@ -58,12 +46,12 @@ def generation_figures(bench: Bench, args: argparse.Namespace) -> Iterator[Figur
     workload = workloads.random_lengths(lengths, vocab_size=bench.vocab_size, seed=args.seed)
     size = f"{name}, {num} x {args.input_len}, {args.output_len} out"
     for asked in ({}, *(asked for asked, _ in ARMS.values())):
-        run(bench, workloads.random_lengths([(4, 8)] * 4, vocab_size=bench.vocab_size, seed=2**31), asked)
+        rate(bench, workloads.random_lengths([(4, 8)] * 4, vocab_size=bench.vocab_size, seed=2**31), asked)
     rates: dict[str, list[float]] = {"plain": []} | {arm: [] for arm in ARMS}
     for _ in range(args.repeats):
-        rates["plain"].append(run(bench, workload, {}))
+        rates["plain"].append(rate(bench, workload, {}))
         for arm, (asked, _) in ARMS.items():
-            rates[arm].append(run(bench, workload, asked))
+            rates[arm].append(rate(bench, workload, asked))
     yield Figure.median(f"{size}: plain greedy", rates["plain"], "output tokens/s", better="higher")
     for arm, (_, must) in ARMS.items():
         shares = [a / b for a, b in zip(rates[arm], rates["plain"], strict=True)]
@@ -79,7 +67,7 @@ def answers_figures(bench: Bench, args: argparse.Namespace, size: str) -> Iterat
         [(args.input_len, args.output_len)] * max(1, args.num_prompts // 4), vocab_size=bench.vocab_size, seed=args.seed
     )
     fourfold = Workload(few.name, [item for item in few.items for _ in range(4)])
-    pairs = [(run(bench, few, {**SAMPLED, "n": 4}), run(bench, fourfold, SAMPLED)) for _ in range(args.repeats)]
+    pairs = [(rate(bench, few, {**SAMPLED, "n": 4}), rate(bench, fourfold, SAMPLED)) for _ in range(args.repeats)]
     yield Figure.median(f"{size}: n = 4 ÷ 4 requests", [a / b for a, b in pairs], "x", better="higher")
 
 
@@ -116,11 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, MemoryError) as error:
         print(f"benchmark_generation.py: error: {error}", file=sys.stderr)
         return 2
-    results = open_results("generation", bench, args, argv)
-    results.add(start_figure(bench))
-    for figure in generation_figures(bench, args):
-        results.add(figure)
-    return finish(results, args)
+    return write_figures("generation", bench, args, argv, generation_figures(bench, args))
 
 
 if __name__ == "__main__":

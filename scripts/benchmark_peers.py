@@ -25,7 +25,7 @@ import workloads
 from benchmark_step import MODELS
 from benchmark_throughput import add_dataset_options, describe, make_workload
 from render_results import FOLDER, Figure, Results, device_name, own_command
-from runs import ALL_ON, add_engine_options, make_bench
+from runs import ALL_ON, add_engine_options, finish, make_bench
 from workloads import Item, Workload
 
 from prefix_jax.models.llama import LlamaConfig
@@ -268,12 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 mine, other = (statistics.median(rates_of(found)) for found in (ours, theirs))
                 ratio = Figure(f"{what}: {OURS} ÷ {name_of(theirs)}", mine / other, "x", better="higher")
                 results.add(ratio)
-    if args.plot:
-        from plot_results import draw
-
-        draw(results.path)
-    results.close()
-    return 0
+    return finish(results, args)
 
 
 def speed_figures(what: str, found: Sequence[dict]) -> Iterator[Figure]:

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import workloads
-from benchmark_throughput import NUM_RUNNING, finish, open_results, shared_prefix, start_figure
+from benchmark_throughput import NUM_RUNNING, shared_prefix
 from render_results import Figure
 from runs import (
     ALL_ON,
@@ -28,10 +28,12 @@ from runs import (
     VOID,
     Arm,
     Bench,
+    Run,
     add_engine_options,
     gain,
     make_bench,
     void_note,
+    write_figures,
 )
 from workloads import Dialogue, expected_hit_rate
 
@@ -214,10 +216,7 @@ def text_figures(bench: Bench, data: Path, args: argparse.Namespace) -> Iterator
         yield Figure(f"{what}: hit rate", on.num_cached / sum(map(len, on.prompts)), "share", better="higher")
         expected = expected_hit_rate(on.prompts, [answer[:-1] for answer in on.answers])
         yield Figure(f"{what}: hit rate expected from the ids", expected, "share", better="higher")
-        same = [a == b for a, b in zip(on.answers, off.answers, strict=True)]
-        yield Figure(
-            f"{what}: answers the same with the cache on and off", mean(same), "share", better="higher", **exact
-        )
+        yield same_answers(what, on, off, exact)
     if (data / "mmlu").is_dir() and time.monotonic() <= args.until:
         made = workloads.mmlu(
             data / "mmlu", num=num, encode=llm.tokenizer.encode, seed=seed, output_len=args.mmlu_tokens
@@ -228,14 +227,13 @@ def text_figures(bench: Bench, data: Path, args: argparse.Namespace) -> Iterator
         on, off = (bench.run(workload, arm) for arm in (ALL_ON, OFF))
         what = f"{bench.name}, {llm.dtype.name}, MMLU 5-shot, {len(workload.items)} questions"
         yield from bench.hits(what, workload, [on])
-        same = [a == b for a, b in zip(on.answers, off.answers, strict=True)]
-        yield Figure(
-            f"{what}: answers the same with the cache on and off", mean(same), "share", better="higher", **exact
-        )
+        yield same_answers(what, on, off, exact)
 
 
-def mean(flags: Sequence[bool]) -> float:
-    return sum(flags) / len(flags)
+def same_answers(what: str, on: Talk | Run, off: Talk | Run, goals: dict[str, float]) -> Figure:
+    same = [a == b for a, b in zip(on.answers, off.answers, strict=True)]
+    what = f"{what}: answers the same with the cache on and off"
+    return Figure(what, sum(same) / len(same), "share", better="higher", **goals)
 
 
 # The command ---------------------------------------------------------------------------------------------------------
@@ -288,12 +286,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, MemoryError) as error:
         print(f"benchmark_prefix_caching.py: error: {error}", file=sys.stderr)
         return 2
-    results = open_results("prefix_caching", bench, args, argv)
-    results.add(start_figure(bench))
-    bench.warm_up()
-    for figure in figures(bench, sizes, parts, args):
-        results.add(figure)
-    return finish(results, args)
+    return write_figures("prefix_caching", bench, args, argv, figures(bench, sizes, parts, args))
 
 
 if __name__ == "__main__":

@@ -17,9 +17,9 @@ import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from benchmark_throughput import add_dataset_options, describe, finish, load_workload, open_results, start_figure
+from benchmark_throughput import add_dataset_options, describe, load_workload
 from render_results import Figure
-from runs import ALL_ON, OFF, Arm, Bench, add_engine_options, make_bench
+from runs import ALL_ON, OFF, Arm, Bench, add_engine_options, make_bench, write_figures
 from workloads import Item, Workload, expected_hit_rate, poisson
 
 from prefix_jax import SamplingParams
@@ -165,12 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, MemoryError) as error:
         print(f"benchmark_serving.py: error: {error}", file=sys.stderr)
         return 2
-    results = open_results("serving", bench, args, argv)
-    results.add(start_figure(bench))
-    bench.warm_up()
-    for figure in serving_figures(bench, workload, args.request_rate, args):
-        results.add(figure)
-    return finish(results, args)
+    return write_figures("serving", bench, args, argv, serving_figures(bench, workload, args.request_rate, args))
 
 
 if __name__ == "__main__":

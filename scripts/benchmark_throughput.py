@@ -21,8 +21,8 @@ from pathlib import Path
 
 import workloads
 from profiles import profiled, time_shares
-from render_results import FOLDER, Figure, Results, device_name, own_command
-from runs import ALL_ON, GROUPED, OFF, VOID, Arm, Bench, add_engine_options, gain, make_bench
+from render_results import Figure, device_name
+from runs import ALL_ON, GROUPED, OFF, VOID, Arm, Bench, add_engine_options, gain, make_bench, write_figures
 from workloads import Workload, text_encoder
 
 from prefix_jax.tokenizer import Tokenizer
@@ -102,7 +102,7 @@ def table_lines(lengths: Path | None, scale: int = 1) -> list[Line]:
             f"tree {path}, {out} out",
             leaves(levels, out),
             goals={"llama-3-8b": (15_000, 19_000)},
-            models=None if scale > 1 else big,
+            models=big,
         )
     )
     groups, each, prefix, suffix, longer = small(64), small(16), small(2048), small(128), small(256)
@@ -113,7 +113,7 @@ def table_lines(lengths: Path | None, scale: int = 1) -> list[Line]:
             arm=GROUPED,
             goals={"llama-3-8b": (13_000, 16_500)},
             peer={"llama-3-8b": 8_260},
-            models=None if scale > 1 else big,
+            models=big,
         )
     )
     num, length = small(16), small(8192)
@@ -123,7 +123,7 @@ def table_lines(lengths: Path | None, scale: int = 1) -> list[Line]:
             prefill(num, length),
             goals={"llama-3-8b": (42_000, 48_000)},
             peer={"llama-3-8b": 38_100},
-            models=None if scale > 1 else big,
+            models=big,
         )
     )
     if lengths:
@@ -134,10 +134,12 @@ def table_lines(lengths: Path | None, scale: int = 1) -> list[Line]:
                 sharegpt_lengths(lengths, num),
                 goals={"llama-3-8b": (18_500, 21_000)},
                 peer={"llama-3-8b": 16_700},
-                models=None if scale > 1 else big,
+                models=big,
             )
         )
-    return lines if scale == 1 else [dataclasses.replace(line, goals={}, gains={}, peer={}) for line in lines]
+    if scale == 1:
+        return lines
+    return [dataclasses.replace(line, goals={}, gains={}, peer={}, models=None) for line in lines]
 
 
 def table_figures(
@@ -187,10 +189,6 @@ def profile_figures(bench: Bench, what: str, workload: Workload, arm: Arm) -> It
         yield Figure(f"{what}: profile, device idle", 100 * idle, "%")
         for name, share in shares.most_common(8):
             yield Figure(f"{what}: profile, {name}", 100 * share, "%")
-
-
-def start_figure(bench: Bench) -> Figure:
-    return Figure(f"{bench.name}, engine start, compilation and warm-up", bench.start_seconds, "s")
 
 
 # One dataset ----------------------------------------------------------------------------------------------------------
@@ -293,42 +291,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, MemoryError) as error:
         print(f"benchmark_throughput.py: error: {error}", file=sys.stderr)
         return 2
-    results = open_results("throughput", bench, args, argv)
-    results.add(start_figure(bench))
-    bench.warm_up()
     if args.table:
         lines = table_lines(args.dataset_path, args.scale)
         until = started + args.deadline
         options = {"repeats": args.repeats, "seed": args.seed, "until": until, "profile": args.profile}
-        for figure in table_figures(bench, lines, **options):
-            results.add(figure)
+        figures = table_figures(bench, lines, **options)
     else:
         arms = [OFF] if args.no_enable_prefix_caching else [ALL_ON, OFF]
-        results.add(*dataset_figures(bench, workload, arms, args.repeats))
-    return finish(results, args)
-
-
-def open_results(
-    name: str, bench: Bench, args: argparse.Namespace, argv: Sequence[str] | None, script: str | None = None
-) -> Results:
-    return Results(
-        name,
-        command=own_command(script or f"benchmark_{name}.py", argv),
-        ceilings=bench.ceilings,
-        device=device_name(),
-        folder=args.folder or FOLDER,
-        keep=args.keep,
-    )
-
-
-def finish(results: Results, args: argparse.Namespace) -> int:
-    """The picture, if asked for, and the last line. 0 also where goals are missed: the rows say so."""
-    if args.plot:
-        from plot_results import draw
-
-        draw(results.path)
-    results.close()
-    return 0
+        figures = dataset_figures(bench, workload, arms, args.repeats)
+    return write_figures("throughput", bench, args, argv, figures)
 
 
 if __name__ == "__main__":

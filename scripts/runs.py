@@ -10,13 +10,15 @@ import gc
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import workloads
 from benchmark_step import MODELS
 from ceilings import measure_ceilings
-from render_results import Figure
+from render_results import FOLDER, Figure, Results, device_name, own_command
 from rooflines import max_running, roofline
 from serve_offline import use_compilation_cache
 from workloads import Workload, expected_hit_rate
@@ -117,10 +119,12 @@ class Bench:
         engine.batcher.forget_rows()  # and the shared pages found so far
         self.llm.reset_prefix_cache()
 
-    def run(self, workload: Workload, arm: Arm) -> Run:
-        """Asks everything at once; every answer has the length that was asked for."""
+    def run(self, workload: Workload, arm: Arm, asked: Mapping[str, Any] = MappingProxyType({})) -> Run:
+        """Asks everything at once; every answer has the length that was asked for. asked: of SamplingParams, instead
+        of the greedy answer."""
         self.switch(arm)
-        params = [SamplingParams(temperature=0, max_tokens=item.output_len, ignore_eos=True) for item in workload.items]
+        plain = {"temperature": 0, "ignore_eos": True}
+        params = [SamplingParams(**plain | {"max_tokens": item.output_len} | asked) for item in workload.items]
         prompts = [item.tokens.tolist() for item in workload.items]
         declared = [item.shared_len or None if arm.declares else None for item in workload.items]
         mode = "readwrite" if arm.caches else "off"
@@ -129,7 +133,7 @@ class Bench:
         started = time.perf_counter()
         outputs = self.llm.generate(prompts, params, declared, cache_mode=mode, use_tqdm=False)
         seconds = time.perf_counter() - started
-        answers = [output.outputs[0].token_ids for output in outputs]
+        answers = [answer.token_ids for output in outputs for answer in output.outputs]
         return Run(
             seconds,
             sum(map(len, answers)),
@@ -250,3 +254,45 @@ def make_bench(args: argparse.Namespace, **options) -> Bench:
     if args.tokenizer and not args.tokenizer.name.removesuffix(".gz").endswith(".json"):
         options["tokenizer"] = args.tokenizer
     return Bench(str(args.model), product_size=args.product, seed=0, **options)
+
+
+# What is written ------------------------------------------------------------------------------------------------------
+
+
+def start_figure(bench: Bench) -> Figure:
+    return Figure(f"{bench.name}, engine start, compilation and warm-up", bench.start_seconds, "s")
+
+
+def open_results(
+    name: str, bench: Bench, args: argparse.Namespace, argv: Sequence[str] | None, script: str | None = None
+) -> Results:
+    return Results(
+        name,
+        command=own_command(script or f"benchmark_{name}.py", argv),
+        ceilings=bench.ceilings,
+        device=device_name(),
+        folder=args.folder or FOLDER,
+        keep=args.keep,
+    )
+
+
+def finish(results: Results, args: argparse.Namespace) -> int:
+    """The picture, if asked for, and the last line. 0 also where goals are missed: the rows say so."""
+    if args.plot:
+        from plot_results import draw
+
+        draw(results.path)
+    results.close()
+    return 0
+
+
+def write_figures(
+    name: str, bench: Bench, args: argparse.Namespace, argv: Sequence[str] | None, figures: Iterator[Figure]
+) -> int:
+    """One file, row by row as they are measured, on an engine that is warm. The exit status."""
+    results = open_results(name, bench, args, argv)
+    results.add(start_figure(bench))
+    bench.warm_up()
+    for figure in figures:
+        results.add(figure)
+    return finish(results, args)
