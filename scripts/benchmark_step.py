@@ -42,6 +42,18 @@ MODELS = {
         vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_layers=32, num_heads=32, num_kv_heads=32,
         head_dim=128, max_position=16384, rms_norm_eps=1e-5,
     ),
+    "mistral-7b": LlamaConfig(
+        vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32, num_kv_heads=8,
+        head_dim=128, max_position=32768, rms_norm_eps=1e-5, window=4096, local_layers=(True,) * 32,
+    ),
+    "qwen3-8b": LlamaConfig(
+        vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_layers=36, num_heads=32, num_kv_heads=8,
+        head_dim=128, max_position=40960, rope_theta=1e6, qk_norm=True,
+    ),
+    "baichuan2-13b": LlamaConfig(
+        vocab_size=125696, hidden_size=5120, intermediate_size=13696, num_layers=40, num_heads=40, num_kv_heads=40,
+        head_dim=128, max_position=4096, alibi=True, norm_head=True,
+    ),
     "tiny": LlamaConfig(
         vocab_size=512, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2,
         head_dim=16, max_position=16384,
