@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from pallas_kernels import triton
 
 BLOCK = 4096  # tokens of the vocabulary that a program looks at in one go
+FEW = 1024  # the same where each has several sums, kept in registers
 NUM_WARPS = 8
 BITS = 4  # of a threshold that a kernel finds in one pass over the vocabulary
 
@@ -138,34 +139,32 @@ def _lowest_kept_kernel(logits: Ruled, temperature_ref, top_k_ref, top_p_ref, mi
     row = pl.program_id(0)
     top_k, top_p, min_p = top_k_ref[row], top_p_ref[row], min_p_ref[row]
     asks = (top_k > 0) | (top_p < 1) | (min_p > 0)
-    num_blocks = asks.astype(jnp.int32) * pl.cdiv(logits.plain.shape[1], BLOCK)
+    num_blocks = asks.astype(jnp.int32) * pl.cdiv(logits.plain.shape[1], FEW)
 
-    def reduce(combine, start, value):
-        def body(i, carry):
-            return combine(carry, value(logits.load(row, i * BLOCK + lax.iota(jnp.int32, BLOCK))))
+    def reduce(how, number, value):
+        """A lane's part is kept to itself until the end: to sum over all lanes takes longer than what is summed."""
+        combine, start = (jnp.add, 0.0) if how is jnp.sum else (jnp.maximum, -jnp.inf)
 
-        return lax.fori_loop(0, num_blocks, body, start)
+        def body(i, parts):
+            values = value(logits.load(row, i * FEW + lax.iota(jnp.int32, FEW)))
+            return tuple(combine(*pair) for pair in zip(parts, values, strict=True))
+
+        parts = lax.fori_loop(0, num_blocks, body, (jnp.full(FEW, start, jnp.float32),) * number)
+        return tuple(how(part, axis=0) for part in parts)
 
     lowest_ref[row] = _lowest_kept(reduce, temperature_ref[row], top_k, top_p, min_p, bits=BITS)
 
 
 def _whole(row):
-    """The reduction of a row that is all at hand."""
-
-    def reduce(combine, start, value):
-        return combine(jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), start), value(row))
-
-    return reduce
+    """The reductions of a row that is all at hand."""
+    return lambda how, number, value: tuple(how(part, axis=0) for part in value(row))
 
 
 def _lowest_kept(reduce, temperature, top_k, top_p, min_p, *, bits):
-    """For one row, whose logits are seen through `reduce(combine, start, value of a block)` alone; `bits` of a
-    threshold are found in one pass over them."""
-    peak = reduce(lambda peak, x: jnp.maximum(peak, x.max(axis=0)), jnp.float32(-jnp.inf), lambda x: x)
+    """For one row, whose logits are seen through `reduce(sum or max, number of values, values of a block)` alone;
+    `bits` of a threshold are found in one pass over them."""
+    (peak,) = reduce(jnp.max, 1, lambda x: (x,))
     temperature = jnp.where(temperature > 0, temperature, 1)
-
-    def add(totals, values):
-        return tuple(total + value.sum(axis=0) for total, value in zip(totals, values, strict=True))
 
     def find(weight, target):
         """The largest t, in the order of the floats' bits, such that the weights of {x >= t} sum to the target."""
@@ -178,7 +177,7 @@ def _lowest_kept(reduce, temperature, top_k, top_p, min_p, *, bits):
                 ordered, weights = _ordered(x), weight(x)
                 return tuple(jnp.where(ordered >= candidate, weights, 0.0) for candidate in candidates)
 
-            totals = reduce(add, (jnp.float32(0),) * len(candidates), reached)
+            totals = reduce(jnp.sum, len(candidates), reached)
             digit = sum((total >= target).astype(jnp.uint32) for total in totals)
             return found | (digit << shift)
 
@@ -188,7 +187,7 @@ def _lowest_kept(reduce, temperature, top_k, top_p, min_p, *, bits):
     likely = peak + jnp.log(jnp.maximum(min_p, 1e-38)) * temperature
     kept = jnp.maximum(kept, jnp.where(min_p > 0, _ordered(likely), 0))
     mass = lambda x: jnp.where(_ordered(x) >= kept, jnp.exp((x - peak) / temperature), 0.0)  # noqa: E731
-    (total,) = reduce(add, (jnp.float32(0),), lambda x: (mass(x),))
+    (total,) = reduce(jnp.sum, 1, lambda x: (mass(x),))
     target = jnp.where(top_p < 1, jnp.maximum(top_p, 1e-20) * total, 0)
     return _unordered(jnp.maximum(kept, find(mass, target)))
 

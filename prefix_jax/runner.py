@@ -19,6 +19,7 @@ from pallas_kernels import BESIDE_OPTIONS, Merge, Scales, Tiles, is_compiled, pa
 from pallas_kernels.logit_rules import LogitRules
 from pallas_kernels.logprobs import Logprobs
 from prefix_jax import kv_store
+from prefix_jax.executables import keep
 from prefix_jax.models.llama import KVStore, Llama
 from prefix_jax.sampler import LogitsProcessor, SamplingRows, sample
 from prefix_jax.scheduler import StepPlan
@@ -212,8 +213,18 @@ class Runner:
         return traced.lower(lowering_platforms=platforms)
 
     def compile(self, bucket: Bucket, num_pages: int) -> Any:
-        """The step of one bucket over a store of `num_pages`, for this device."""
-        return self.lower(bucket, num_pages).compile(compiler_options=self.compiler_options(bucket))
+        """The step of one bucket over a store of `num_pages`, for this device; from disk if it is kept there."""
+        options = self.compiler_options(bucket)
+
+        def compile() -> Any:
+            return self.lower(bucket, num_pages).compile(compiler_options=options)
+
+        if self.processors:  # nothing tells one function from another
+            return compile()
+        sizes = num_pages, self.page_size, self.batcher.max_num_seqs, self.batcher.max_pages
+        kinds = self.dtype, self.kv_dtype, [(p.shape, p.dtype) for p in self.params]
+        key = (bucket, self.config, sizes, kinds, self.attention, sorted(options.items()))
+        return keep(key, list(self.params[0].devices()), compile)
 
     def compiler_options(self, bucket: Bucket) -> dict[str, Any]:
         if not is_compiled(self.attention):

@@ -130,12 +130,23 @@ def make_buckets(
     *,
     step: int = 2,
     smallest: int = 16,
+    for_gpu: bool = False,
 ) -> list[Bucket]:
     """Decode and shared buckets up to `max_num_seqs`, mixed ones up to `max_num_batched_tokens`, each `step` times the
-    one before. On a GPU a step costs its weights at least, so that mixed ones below 64 are not worth an executable."""
+    one before.
+
+    for_gpu: with others where they count. A step costs its weights at least, so that the smallest are not worth an
+    executable each; but a product of 300 tokens costs by the token, and most steps of a full engine have all its rows
+    and a prompt or a few.
+    """
     decode = _sizes(1, min(max_num_seqs, max_num_batched_tokens), step)
     mixed = _sizes(smallest, max_num_batched_tokens, step) if max_num_batched_tokens > 1 else []
     shared = [t for t in decode if tiling.costs and t >= tiling.costs.min_sequences and not tiling.fixed]
+    if for_gpu:
+        near_full = (max_num_seqs * 5 // 4, max_num_seqs * 3 // 2, max_num_seqs * 3)
+        mixed = sorted({*mixed, *(size for size in near_full if mixed and mixed[0] < size < mixed[-1])} - {32})
+        decode = decode[:1] + decode[2:] if len(decode) > 2 else decode
+        shared = shared[1:] if len(shared) > 1 else shared
     kinds = [("decode", t) for t in decode] + [("shared", t) for t in shared] + [("mixed", t) for t in mixed]
     return [_make_bucket(kind, t, min(t, max_num_seqs), num_kv_heads, tiling) for kind, t in kinds]
 

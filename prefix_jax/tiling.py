@@ -41,8 +41,8 @@ def make_batcher(
         if costs is not None:
             costs = Costs(wide.rows, wide=1.0, tile=0.0, partial=0.0, launch=0.0, step=fixed // page_size)
         tiling = Tiling(wide.rows, max_splits=-(-max_model_len // fixed), costs=costs, fixed=fixed)
-    # A CPU compiles slowly and minds padding less between buckets, but its smallest step should be small.
-    sizes = {"step": 2, "smallest": 64} if on_gpu else {"step": 8, "smallest": 16}
+    # A CPU compiles slowly and minds padding less between buckets.
+    sizes = {"step": 2, "for_gpu": True} if on_gpu else {"step": 8}
     buckets = make_buckets(max_num_seqs, max_num_batched_tokens, config.num_kv_heads, tiling, **sizes)
     return Batcher(buckets, max_num_seqs, -(-max_model_len // page_size), page_size, costs)
 

@@ -1,0 +1,106 @@
+"""Executables on disk: found before anything is traced, and only where everything is the same."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from engines import SLIM, generate, random_prompts, tiny_folder
+
+from prefix_jax import LLM, executables
+from prefix_jax.runner import Runner
+
+
+@pytest.fixture
+def kept_in(tmp_path, monkeypatch):
+    """Keeps executables in a folder of its own, also on a CPU, and JAX keeps none."""
+    monkeypatch.setattr(executables, "NOT_KEPT", ())
+    settings = {"jax_compilation_cache_dir": str(tmp_path), "jax_persistent_cache_min_compile_time_secs": 1e9}
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    yield tmp_path / "prefix_jax"
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.fixture
+def lowered(monkeypatch):
+    """The buckets that were lowered since."""
+    names, lower = [], Runner.lower
+
+    def record(self, bucket, *args, **options):
+        names.append(bucket.name)
+        return lower(self, bucket, *args, **options)
+
+    monkeypatch.setattr(Runner, "lower", record)
+    return names
+
+
+def answers(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in generate(llm, prompts)]
+
+
+def start(**options) -> LLM:
+    return LLM(tiny_folder(), use_tqdm=False, **{**SLIM, **options})
+
+
+def test_a_second_start_traces_nothing_and_says_the_same(kept_in, lowered):
+    prompts = random_prompts(3, 20)
+    first = start()
+    made = list(lowered)
+    assert sorted(made) == sorted(bucket.name for bucket in first.engine.batcher.buckets)
+    assert len(list(kept_in.iterdir())) == len(made)
+    second = start()
+    assert lowered == made, "nothing was lowered again"
+    assert answers(second, prompts) == answers(first, prompts)
+
+
+@pytest.mark.parametrize("options", [{"num_pages": 25}, {"dtype": "bfloat16"}])
+def test_another_engine_finds_nothing(options, kept_in, lowered):
+    start()
+    made = len(lowered)
+    changed = start(**options)
+    assert len(lowered) - made == len(changed.engine.batcher.buckets)
+
+
+def test_other_sources_find_nothing(kept_in, lowered, monkeypatch):
+    llm = start()
+    monkeypatch.setattr(executables, "sources", lambda: "others")
+    start()
+    assert len(lowered) == 2 * len(llm.engine.batcher.buckets)
+
+
+def test_a_damaged_file_is_made_anew(kept_in, lowered, caplog):
+    prompts = random_prompts(2, 12)
+    before = answers(start(), prompts)
+    made = len(lowered)
+    for path in kept_in.iterdir():
+        path.write_bytes(path.read_bytes()[:1000])
+    assert answers(start(), prompts) == before
+    assert len(lowered) == 2 * made and "made anew" in caplog.text
+    start()
+    assert len(lowered) == 2 * made, "and is whole again"
+
+
+def test_a_full_disk_costs_the_file_alone(kept_in, caplog, monkeypatch):
+    def full(path, content):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(executables, "_write", full)
+    assert generate(start(), [[1, 2, 3]]) and "no space left" in caplog.text
+
+
+def test_functions_of_the_caller_are_never_kept(kept_in):
+    start(logits_processors={"none": lambda logits, *_: logits})
+    assert not kept_in.exists()
+
+
+def test_a_cpu_keeps_none(kept_in, monkeypatch):
+    monkeypatch.setattr(executables, "NOT_KEPT", ("cpu",))
+    start()
+    assert not kept_in.exists()
+
+
+@pytest.mark.parametrize("folder", [None, "gs://bucket/folder"])
+def test_without_a_folder_nothing_is_kept(folder, kept_in):
+    jax.config.update("jax_compilation_cache_dir", folder)
+    assert executables.keep(("key",), jax.devices()[:1], lambda: jnp.add) is jnp.add
