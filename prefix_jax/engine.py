@@ -231,6 +231,12 @@ class Engine:
         """Ends a request before the next step; unknown and finished ones are left alone. Safe from any thread."""
         self.commands.put(lambda: self._abort(request_id))
 
+    def drop(self, request_ids: Iterable[str]) -> None:
+        """Ends requests before the next step, without an output: nobody waits for it. Safe from any thread, and from a
+        finalizer that runs inside a step."""
+        ids = frozenset(request_ids)
+        self.commands.put(lambda: self._drop(ids))
+
     def set_params(self, model: Llama) -> None:
         """Goes on with other weights of the same shapes. Nothing that the former ones computed is used any more, and
         unfinished sequences go on from the tokens they have. Between two steps: use `call`."""
@@ -370,6 +376,15 @@ class Engine:
         for sequence in self.sequences.get(request_id, ()):
             if sequence.finish_reason is None:
                 self.scheduler.finish(sequence, "abort")
+
+    def _drop(self, ids: frozenset[str]) -> None:
+        for request_id in ids:
+            self._abort(request_id)
+            self.sequences.pop(request_id, None)
+        finished = self.scheduler.finished
+        self.scheduler.finished = [sequence for sequence in finished if sequence.request.request_id not in ids]
+        if not self.sequences:
+            self.collected_time = None  # nobody waits for the step in flight: it may be collected any time later
 
     def _take_outputs(self) -> list[RequestOutput]:
         """Of what finished, and of what streams. One that cannot be made ends with its error; no other is lost."""

@@ -77,7 +77,7 @@ class LLM:
             vocab_size=self.model_config.vocab_size,
             max_model_len=self.engine.max_model_len,
             check_fits=lambda length: self.engine.scheduler.check_fits(length),
-            is_taken=lambda request_id: request_id in self.engine.sequences,
+            is_taken=lambda request_id: request_id in self._inboxes,
             logits_processors=config.logits_processors,
         )
         self.prefixes.encode, self.prefixes.compute = self.reader.encode_prefix, self._compute_prefixes
@@ -286,7 +286,14 @@ class LLM:
         return requests, errors
 
     def _run(self, requests: dict[int, Request]) -> Iterator[RequestOutput]:
-        """Yields each output as it finishes. Left early, by an error or an interrupt, it leaves no request behind."""
+        """Queues the requests, and gives each output as it is ready. ValueError now for an id that is in use."""
+        outputs = self._outputs(requests)
+        next(outputs)  # they are queued, and from now on taken back by whatever ends it
+        return outputs
+
+    def _outputs(self, requests: dict[int, Request]) -> Iterator[RequestOutput | None]:
+        """None once they are queued, then each output. Left early, it takes back what is unfinished before the next
+        step; it never steps then, since garbage collection may end it anywhere, also inside a step."""
         inbox: SimpleQueue[RequestOutput] = SimpleQueue()
         index_of = {request.request_id: index for index, request in requests.items()}
         open_ids: set[str] = set()
@@ -299,26 +306,27 @@ class LLM:
         try:
             with self._on_device():
                 self.engine.call(add)
-                while open_ids:
-                    self._advance()
-                    while not inbox.empty():
-                        output = inbox.get()
-                        if output.finished:
-                            open_ids.discard(output.request_id)
-                        yield replace(output, index=index_of[output.request_id])
+            yield None
+            while open_ids:
+                self._advance()
+                while not inbox.empty():
+                    output = inbox.get()
+                    if output.finished:
+                        open_ids.discard(output.request_id)
+                    yield replace(output, index=index_of[output.request_id])
         finally:
             for request_id in open_ids:
                 self._inboxes.pop(request_id, None)
-                self.engine.abort(request_id)
-            with self._on_device():
-                while any(request_id in self.engine.sequences for request_id in open_ids):
-                    self._advance()
+            if open_ids:
+                self.engine.drop(open_ids)
 
     def _advance(self) -> None:
         """One step, whose outputs go to whoever waits for them; or another thread's, whose step it waits for."""
         if self.engine.lock.acquire(timeout=0.01):
             try:
-                for output in self.engine.step() if self.engine.has_work else ():
+                with self._on_device():
+                    outputs = self.engine.step() if self.engine.has_work else ()
+                for output in outputs:
                     take = self._inboxes.pop if output.finished else self._inboxes.get
                     if inbox := take(output.request_id, None):
                         inbox.put(output)

@@ -3,6 +3,7 @@
 import itertools
 import threading
 
+import jax
 import numpy as np
 import pytest
 from engines import (
@@ -211,9 +212,49 @@ def test_a_stream_that_is_left_leaves_nothing_behind():
     llm = make_llm()
     for _, _ in zip(llm.stream(random_prompts(28, 9, 9), sampled(50)), range(3), strict=False):
         pass
-    assert not llm.engine.sequences and not llm._inboxes and not llm.engine.has_work
+    assert not llm._inboxes
+    llm.reset_prefix_cache()
+    assert not llm.engine.sequences and len(llm.engine.cache.pool) == llm.engine.runner.num_pages
     with pytest.raises(ValueError, match=r"prompts\[0\]: the prompt is empty"):
         llm.stream([[]])
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_a_stream_that_ends_inside_a_step_steps_no_further(started, monkeypatch):
+    """Garbage collection ends a stream anywhere, also in the thread that holds the lock."""
+    llm = make_llm()
+    left, kept = random_prompts(34, 20, 21)
+    expected = generate(llm, [kept], sampled(20))[0].outputs
+    streams = [llm.stream([left], sampled(40))]
+    if started:
+        next(streams[0])
+    collect, count = llm.engine._collect, itertools.count()
+    monkeypatch.setattr(llm.engine, "_collect", lambda: (streams.clear() if next(count) == 4 else None, collect())[1])
+    assert generate(llm, [kept], sampled(20))[0].outputs == expected
+    assert not llm.engine.sequences and not streams
+
+
+def test_an_id_is_taken_from_the_call_on_and_free_once_the_stream_is_left():
+    llm = make_llm()
+    asked = {"prompt_token_ids": random_prompts(35, 9)[0], "request_id": "mine"}
+    first = llm.stream([asked], sampled(9))
+    for call in (llm.stream, llm.generate):
+        with pytest.raises(ValueError, match="'mine' is taken"):
+            call([asked], sampled(9))
+    expected = joined(first)
+    second = llm.stream([asked], sampled(9))
+    next(second)
+    second.close()
+    assert joined(llm.stream([asked], sampled(9))) == expected
+
+
+def test_a_stream_leaves_the_callers_device_alone():
+    """A context that is entered across a yield is the caller's, too."""
+    llm = make_llm(device="cpu")
+    stream = llm.stream(random_prompts(36, 9), sampled(3))
+    next(stream)
+    assert jax.config.jax_default_device is None
+    stream.close()
 
 
 def test_streams_of_two_threads_and_an_abort_from_a_third():
