@@ -215,6 +215,7 @@ class Engine:
     def _register(self, sequences: list[Sequence]) -> None:
         request = sequences[0].request
         self.sequences[request.request_id] = sequences
+        sequences[0].num_unfinished = len(sequences)
         for sequence in sequences:
             if request.max_len <= sequence.prompt_len <= sequence.scored_len:
                 self._finish_at_prompt(sequence)
@@ -388,31 +389,36 @@ class Engine:
 
     def _take_outputs(self) -> list[RequestOutput]:
         """Of what finished, and of what streams. One that cannot be made ends with its error; no other is lost."""
-        outputs = []
-        while self.streamed:
-            sequence = self.streamed.pop(0)
+        outputs: list[RequestOutput] = []
+        growing, self.streamed = self.streamed, []
+        for sequence in growing:
             if sequence.finish_reason is None:
-                outputs.append(self.outputs.make(sequence.request, [sequence], finished=False))
+                outputs.append(self._make_output([sequence], finished=False))
         while self.scheduler.finished:
-            sequence = self.scheduler.finished[0]
-            sequence.finished_time = sequence.finished_time or time.monotonic()
-            request = sequence.request
-            answers = self.sequences[request.request_id]
-            left = (other.request for other in self.scheduler.finished[1:]) if len(answers) > 1 else ()
-            finished = all(answer.finish_reason is not None for answer in answers) and request not in left
-            try:
-                if finished or request.streams:
-                    new = [sequence] if request.streams else answers
-                    outputs.append(self.outputs.make(request, new, finished=finished))
-            except Exception as error:
-                log.exception("the output of request %s cannot be made", request.request_id)
-                self._abort(request.request_id)
-                outputs.append(refused_output(request.request_id, request.prompt, str(error)))
-                finished = True
-            del self.scheduler.finished[0]
-            if finished:
-                del self.sequences[request.request_id]
+            finished, self.scheduler.finished = self.scheduler.finished, []
+            for sequence in finished:
+                request = sequence.request
+                if request.request_id not in self.sequences:
+                    continue  # its request has ended with an error
+                answers = self.sequences[request.request_id]
+                sequence.finished_time = time.monotonic()
+                answers[0].num_unfinished -= 1
+                is_last = answers[0].num_unfinished == 0
+                if is_last or request.streams:
+                    outputs.append(self._make_output([sequence] if request.streams else answers, finished=is_last))
+                if is_last:
+                    self.sequences.pop(request.request_id, None)
         return outputs
+
+    def _make_output(self, answers: list[Sequence], *, finished: bool) -> RequestOutput:
+        request = answers[0].request
+        try:
+            return self.outputs.make(request, answers, finished=finished)
+        except Exception as error:
+            log.exception("the output of request %s cannot be made", request.request_id)
+            self._abort(request.request_id)
+            del self.sequences[request.request_id]
+            return refused_output(request.request_id, request.prompt, str(error))
 
     def _recover(self, error: Exception) -> None:
         """The device failed and may have lost the store, which was donated: a fresh one, an empty cache, and every

@@ -32,6 +32,7 @@ class OutputMaker:
             scored = [None] * leader.prompt_len
             for position, found in enumerate(leader.prompt_logprobs, start=request.score_from):
                 scored[position] = self._spell_logprobs(found)
+        ended = [answer.finished_time for answer in answers if answer.finished_time is not None]
         return RequestOutput(
             request.request_id,
             request.prompt,
@@ -41,7 +42,7 @@ class OutputMaker:
             num_published_tokens=sum(answer.num_published_tokens for answer in answers),
             hit_end=self.spell(leader.hit_end),
             prompt_logprobs=scored,
-            metrics=RequestMetrics(request.arrival_time, leader.first_token_time, answers[-1].finished_time),
+            metrics=RequestMetrics(request.arrival_time, leader.first_token_time, max(ended, default=None)),
             seed=leader.seed,
             finished=finished,
         )

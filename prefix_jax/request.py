@@ -205,7 +205,7 @@ class Sequence:
         "request", "tokens", "prompt_len", "order", "seed", "index", "leader", "computed_len", "scored_len", "pending",
         "row", "table", "prefixes", "planned_step", "num_cached_tokens", "num_published_tokens", "hit_end", "rules",
         "first_token_time", "finished_time", "finish_reason", "stop_reason", "logprobs", "prompt_logprobs", "text",
-        "num_given", "due", "turn",
+        "num_given", "num_unfinished", "due", "turn",
     )  # fmt: skip
 
     def __init__(self, request: Request, order: int, seed: int, index: int = 0, leader: Sequence | None = None):
@@ -234,6 +234,7 @@ class Sequence:
         self.logprobs: list[TokenLogprobs] = []  # of the output, where asked for
         self.prompt_logprobs: list[TokenLogprobs] = []  # of the prompt's tokens from score_from on
         self.text: OutputText | None = None  # with stop strings, or while it streams
+        self.num_unfinished = 0  # answers to its request, where it leads them
         self.num_given = 0  # tokens of the output that a result had, while it streams
         self.due = 0  # the start, counting all sequences', that a fair policy gives it at the latest
         self.turn: int | None = None  # in the forecast of its batch

@@ -96,6 +96,20 @@ def test_an_answer_may_end_before_the_first_begins_to_share():
     llm.abort("nobody")
 
 
+def test_a_request_ends_when_its_last_answer_does():
+    llm = make_llm()
+    (prompt,) = random_prompts(33, 9)
+    (plain,) = generate(llm, [prompt], sampled(12, n=2))
+    stop = next(token for token in plain.outputs[1].token_ids[1:6] if token not in plain.outputs[0].token_ids)
+    stopped, ends = sampled(12, n=2, stop_token_ids=[stop]), []
+    finish = llm.engine.scheduler.finish
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm.engine.scheduler, "finish", lambda *all: (ends.append(all[0]), finish(*all))[1])
+        (output,) = generate(llm, [prompt], stopped)
+    assert [sequence.index for sequence in ends] == [1, 0]
+    assert output.metrics.finished_time == ends[1].finished_time > ends[0].finished_time
+
+
 def test_an_abort_ends_all_answers(monkeypatch):
     llm = make_llm()
     (prompt,) = random_prompts(24, 9)
@@ -277,6 +291,28 @@ def test_streams_of_two_threads_and_an_abort_from_a_third():
     (whole,), (cut,) = (joined(got[i]).values() for i in range(2))
     assert whole[1:] == (expected[0], "length")
     assert cut[2] == "abort" and 5 <= len(cut[1]) < 40 and cut[1] == expected[1][: len(cut[1])]
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+def test_an_output_that_cannot_be_made_ends_its_request_alone(at_end, monkeypatch, caplog):
+    """Of one answer among several, while they grow or at the end."""
+    llm = make_llm()
+    prompts = random_prompts(37, 9, 12)
+    asked = [{"prompt_token_ids": prompt, "request_id": name} for prompt, name in zip(prompts, "ab", strict=True)]
+    expected = joined(llm.stream(asked[1:], sampled(8, n=2)))
+    make = llm.engine.outputs.make
+
+    def fail(request, answers, *, finished):
+        if request.request_id == "a" and len(answers[0].tokens) == 9 + 4 and bool(answers[0].finish_reason) == at_end:
+            raise KeyError("injected")
+        return make(request, answers, finished=finished)
+
+    monkeypatch.setattr(llm.engine.outputs, "make", fail)
+    deltas = list(llm.stream(asked, [sampled(4 if at_end else 8, n=3), sampled(8, n=2)]))
+    bad, good = ([delta for delta in deltas if delta.request_id == name] for name in "ab")
+    assert [delta.finished for delta in bad].count(True) == 1 and bad[-1].error == "'injected'"
+    assert {(0, index): said for (_, index), said in joined(good).items()} == expected
+    assert not llm.engine.has_work and not llm._inboxes and "injected" in caplog.text
 
 
 # Conversations --------------------------------------------------------------------------------------------------------
