@@ -364,10 +364,11 @@ class Engine:
         sampling, token = sequence.request.sampling, sequence.tokens[-1]
         if sequence.request.streams:
             self.streamed.append(sequence)
-        if token in self.eos_ids and not sampling.ignore_eos:
-            self.scheduler.finish(sequence, "stop")
-        elif token in sampling.stop_token_ids:
-            self.scheduler.finish(sequence, "stop", token)
+        is_eos = token in self.eos_ids and not sampling.ignore_eos
+        if is_eos or token in sampling.stop_token_ids:
+            if sequence.text is not None and sampling.include_stop_str_in_output:
+                sequence.text.add(token)
+            self.scheduler.finish(sequence, "stop", None if is_eos else token)
         elif sequence.text is not None and (stop := sequence.text.push(token)) is not None:
             self.scheduler.finish(sequence, "stop", stop)
         elif len(sequence.tokens) >= sequence.request.max_len:

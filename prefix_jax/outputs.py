@@ -84,19 +84,18 @@ class OutputMaker:
 
     def _text(self, sequence: Sequence) -> str:
         """All of it, or where it streams what is new and certain."""
-        request = sequence.request
+        sampling = sequence.request.sampling
         if sequence.text is not None:
             if sequence.finish_reason is not None:
                 sequence.text.finish()
             return sequence.text.take()
         token_ids = sequence.output_token_ids
-        if sequence.finish_reason == "stop":
+        if sequence.finish_reason == "stop" and not sampling.include_stop_str_in_output:
             token_ids.pop()  # the token that ended it is no text
-        if self.tokenizer is None or not token_ids or not request.sampling.detokenize:
+        if self.tokenizer is None or not token_ids or not sampling.detokenize:
             return ""
-        sampling = request.sampling
         return self.tokenizer.decode_output(
-            request.prompt_token_ids,
+            sequence.request.prompt_token_ids,
             token_ids,
             sampling.skip_special_tokens,
             sampling.spaces_between_special_tokens,

@@ -33,8 +33,9 @@ class SamplingParams:
     logits_processors: of those that the engine was built with, by name or themselves; they come last.
 
     max_tokens: None is as many as the model's context and the pool take; 0 only scores the prompt. min_tokens: no
-    earlier end. stop: strings that end the output, and are part of its text with include_stop_str_in_output.
-    stop_token_ids: tokens that end it, and stay in the ids. ignore_eos: go on after the model's own end tokens.
+    end token before, no stop string up to there; the room for the answer ends it all the same. stop: strings that end
+    the output. stop_token_ids: tokens that end it, and stay in the ids. With include_stop_str_in_output what ends it is
+    part of its text. ignore_eos: go on after the model's own end tokens.
 
     logprobs: with each token its log-probability and those of so many likeliest ones (at most 20), before all of the
     above. prompt_logprobs: the same for the prompt's tokens; the positions before them are computed for that, on top of

@@ -27,6 +27,7 @@ from engines import (
 from scipy.special import log_softmax
 
 from prefix_jax import BeamSearchParams, SamplingParams, sglang
+from prefix_jax.output_text import OutputText
 
 
 def answers_of(outputs) -> list[list[list[int]]]:
@@ -220,6 +221,49 @@ def test_min_tokens_holds_against_every_kind_of_end():
     assert len(generate(eos, [prompt], sampled(30, ignore_eos=False, min_tokens=10))[0].outputs[0].token_ids) >= 10
     (exact,) = generate(llm, [prompt], sampled(10, min_tokens=10, stop=plain.text[1:2]))
     assert len(exact.outputs[0].token_ids) == 10
+
+
+@pytest.mark.parametrize(
+    ("stop", "min_tokens", "pushed"), [("c", 0, 3), ("c", 2, 3), ("c", 3, 6), ("bcd", 3, 4), ("bcd", 4, 6)]
+)
+def test_a_stop_string_that_the_last_of_min_tokens_completes_does_not_count(stop, min_tokens, pushed):
+    """As in vLLM, which looks for stop strings in what comes behind min_tokens."""
+    tokenizer = make_llm().tokenizer
+    text = OutputText(tokenizer, [], SamplingParams(stop=stop, min_tokens=min_tokens))
+    found = [text.push(token) for token in tokenizer.encode("abcdef")[:pushed]]
+    assert found == [None] * (pushed - 1) + [stop if pushed < 6 else None]
+
+
+@pytest.mark.parametrize("stop", [(), ("never said",)])
+def test_what_ended_it_is_text_on_demand(stop):
+    """Of stop tokens and the model's own end tokens, too."""
+    (prompt,) = random_prompts(27, 12)
+    allowed = range(4, 260)
+    plain = generate(make_llm(), [prompt], sampled(12, allowed_token_ids=allowed))[0].outputs[0]
+    end = plain.token_ids[7]
+    tokens = plain.token_ids[: plain.token_ids.index(end) + 1]
+    for llm, params in [
+        (make_llm(), {"stop_token_ids": [end]}),
+        (make_llm(tiny_folder(eos_token_id=end)), {"ignore_eos": False}),
+    ]:
+        for include, shown in [(False, tokens[:-1]), (True, tokens)]:
+            options = {"stop": stop, "include_stop_str_in_output": include, "allowed_token_ids": allowed}
+            asked = sampled(12, **options, **params)
+            (output,) = generate(llm, [prompt], asked)
+            text = llm.tokenizer.decode_output(prompt, shown)
+            assert (output.outputs[0].text, output.outputs[0].token_ids) == (text, tokens)
+            assert joined(llm.stream([prompt], asked))[0, 0] == (text, tokens, "stop")
+
+
+@pytest.mark.parametrize("stop", [(), ("never said",)])
+def test_a_character_that_the_prompt_left_open_is_no_text_of_an_empty_answer(stop):
+    llm = make_llm()
+    prompt = llm.encode("the é")[:-1] + llm.tokenizer.encode_rendered("🙂")[:1]
+    assert llm.tokenizer.decode(prompt).endswith("\ufffd")
+    (said,) = tokens_of(generate(llm, [prompt], sampled(1)))
+    asked = sampled(9, stop_token_ids=said, stop=stop)
+    (output,) = generate(llm, [prompt], asked)
+    assert joined(llm.stream([prompt], asked))[0, 0] == (output.outputs[0].text, said, "stop") == ("", said, "stop")
 
 
 def test_a_stream_that_is_left_leaves_nothing_behind():
