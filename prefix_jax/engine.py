@@ -27,7 +27,7 @@ from prefix_jax.output_text import OutputText
 from prefix_jax.outputs import OutputMaker
 from prefix_jax.prefix_cache import PrefixCache
 from prefix_jax.prefix_pool import PrefixPool
-from prefix_jax.request import Request, RequestOutput, Sequence, TokenLogprobs, refused_output
+from prefix_jax.request import Request, RequestOutput, SamplingParams, Sequence, TokenLogprobs, refused_output
 from prefix_jax.runner import Runner
 from prefix_jax.scheduler import Chunk, Scheduler, StepPlan
 from prefix_jax.tiling import make_batcher
@@ -184,7 +184,7 @@ class Engine:
         """The answers to a request, the first of which leads."""
         sampling = request.sampling
         seed = self.random.getrandbits(64) if sampling.seed is None else sampling.seed
-        rules = self._make_rules(request) if sampling.has_rules else None
+        rules = self.make_rules(sampling, len(request.prompt_token_ids))
         sequences: list[Sequence] = []
         for index in range(sampling.n):
             of_index = (int(seed) + index * GOLDEN) % 2**64
@@ -196,8 +196,11 @@ class Engine:
             sequences.append(sequence)
         return sequences
 
-    def _make_rules(self, request: Request) -> TokenRules:
-        sampling, known = request.sampling, self.config.logits_processors
+    def make_rules(self, sampling: SamplingParams, prompt_len: int) -> TokenRules | None:
+        """None where it asks for nothing; ValueError where it leaves no token."""
+        if not sampling.has_rules:
+            return None
+        known = self.config.logits_processors
         numbers = [
             number
             for number, (name, process) in enumerate(known.items())
@@ -205,7 +208,7 @@ class Engine:
         ]
         return TokenRules(
             sampling,
-            len(request.prompt_token_ids),
+            prompt_len,
             self.runner.config.vocab_size,
             end_ids={*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_ids)},
             bad_words=[ids for word in sampling.bad_words for ids in self.tokenizer.encode_word(word)],
@@ -371,8 +374,12 @@ class Engine:
             self.scheduler.finish(sequence, "stop", None if is_eos else token)
         elif sequence.text is not None and (stop := sequence.text.push(token)) is not None:
             self.scheduler.finish(sequence, "stop", stop)
-        elif len(sequence.tokens) >= sequence.request.max_len:
+        elif len(sequence.tokens) - sequence.prompt_len == sampling.max_tokens:
             self.scheduler.finish(sequence, "length")
+        elif len(sequence.tokens) >= sequence.request.max_len:
+            self.scheduler.finish(sequence, "length", f"the context of {self.max_model_len} tokens is full")
+        elif sequence.rules is not None and sequence.rules.leave_none(sequence.tokens):
+            self.scheduler.finish(sequence, "length", "allowed_token_ids and bad_words leave no token")
 
     def _abort(self, request_id: str) -> None:
         for sequence in self.sequences.get(request_id, ()):

@@ -77,6 +77,7 @@ class LLM:
             vocab_size=self.model_config.vocab_size,
             max_model_len=self.engine.max_model_len,
             check_fits=lambda length: self.engine.scheduler.check_fits(length),
+            check_rules=lambda sampling: self.engine.make_rules(sampling, 0),
             is_taken=lambda request_id: request_id in self._inboxes,
             logits_processors=config.logits_processors,
         )

@@ -98,9 +98,10 @@ class Tokenizer:
         return [self.bos_id, *ids] if self._add_bos and ids[:1] != [self.bos_id] else ids
 
     def encode_word(self, text: str) -> list[list[int]]:
-        """The ids that a text may have inside another: at its beginning, and behind a space."""
-        ways = [self.encode_rendered(text), self.encode_rendered(" " + text.lstrip())]
-        return [ids for i, ids in enumerate(ways) if ids and ids not in ways[:i]]
+        """The ids that a text may have inside another: at its beginning, and behind a space if it has none."""
+        ways = [text] if text[0].isspace() else [text, " " + text]
+        encoded = [self.encode_rendered(way) for way in ways]
+        return [ids for i, ids in enumerate(encoded) if ids and ids not in encoded[:i]]
 
     def decode(
         self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
