@@ -224,10 +224,19 @@ class LLM:
         params = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=0, detokenize=False)
         return [make_score(output) for output in self.generate(asked, params, use_tqdm=use_tqdm)]
 
-    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
-        """The likeliest answers to each prompt that a search of `beam_width` finds. Beams share their pages."""
-        requests, _ = self._read(_as_list(prompts), None, None, None, "readwrite")
-        return beam_search(self, [list(request.prompt_token_ids) for request in requests.values()], params)
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        prefix_pos: int | Sequence[int | None] | None = None,
+        *,
+        prefix: Prefix | str | Sequence[Prefix | str | None] | None = None,
+        cache_mode: str | Sequence[str] = "readwrite",
+    ) -> list[BeamSearchOutput]:
+        """The likeliest answers to each prompt that a search of `beam_width` finds. Beams share their pages. Prompts
+        and the arguments behind `params` are those of `generate`. ValueError for bad prompts, before anything runs."""
+        requests, _ = self._read(_as_list(prompts), None, prefix_pos, prefix, cache_mode)
+        return beam_search(self, list(requests.values()), params)
 
     def abort(self, request_id: str) -> None:
         """Ends a request that is running in another thread; its output so far is returned with reason "abort"."""

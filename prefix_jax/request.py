@@ -91,13 +91,13 @@ class SamplingParams:
                 raise ValueError("allowed_token_ids must name a token, or be None for all")
         for name in ("stop_token_ids", "allowed_token_ids"):
             for token in getattr(self, name) or ():
-                _require_number(name, token, Integral)
+                require_number(name, token, Integral)
         object.__setattr__(self, "logit_bias", _as_biases(self.logit_bias))
         for name, kind, low, high, allowed in _RANGES:
             value = getattr(self, name)
             if value is None and name in _OPTIONAL:
                 continue
-            _require_number(name, value, kind)
+            require_number(name, value, kind)
             if not low <= value <= high or (value == low and allowed.startswith("in (")):
                 raise ValueError(f"{name} must be {allowed}, got {value}")
         if self.max_tokens == 0 and self.prompt_logprobs is None:
@@ -142,8 +142,8 @@ def _as_biases(biases: Mapping | tuple | None) -> tuple[tuple[int, float], ...]:
     clamped = {}
     for token, bias in dict(biases or ()).items():
         token = int(token) if isinstance(token, str) and token.isdecimal() else token
-        _require_number("a token in logit_bias", token, Integral)
-        _require_number(f"the bias of token {token}", bias, Real)
+        require_number("a token in logit_bias", token, Integral)
+        require_number(f"the bias of token {token}", bias, Real)
         if not abs(bias) <= MAX_FLOAT32:
             raise ValueError(f"the bias of token {token} must be finite, got {bias}")
         clamped[int(token)] = min(100.0, max(-100.0, float(bias)))
@@ -156,7 +156,7 @@ def _as_tuple(name: str, value: Iterable | None) -> tuple:
     return tuple(() if value is None else value)
 
 
-def _require_number(name: str, value: object, kind: type) -> None:
+def require_number(name: str, value: object, kind: type) -> None:
     if isinstance(value, bool) or not isinstance(value, kind):
         what = "an integer" if kind is Integral else "a number"
         raise TypeError(f"{name} must be {what}, got {value!r}")

@@ -16,6 +16,7 @@ from engines import (
     check_greedy,
     compiling_once,
     family,
+    forget,
     generate,
     greedy,
     make_llm,
@@ -435,14 +436,12 @@ def test_beams_are_those_of_a_search_by_hand():
     for output, prompt in zip(outputs, prompts, strict=True):
         expected = beams_by_hand(prompt, 3, 4)
         assert output.prompt_token_ids == prompt
-        assert [beam.token_ids for beam in output.beams] == [tokens for tokens, _ in expected]
-        np.testing.assert_allclose(
-            [beam.cumulative_logprob for beam in output.beams], [x for _, x in expected], atol=1e-2
-        )
-        assert {beam.finish_reason for beam in output.beams} == {"length"}
+        assert [beam.token_ids for beam in output.sequences] == [tokens for tokens, _ in expected]
+        np.testing.assert_allclose([beam.cum_logprob for beam in output.sequences], [x for _, x in expected], atol=1e-2)
+        assert {beam.finish_reason for beam in output.sequences} == {"length"}
     greedy_answer = tokens_of(generate(llm, prompts, greedy(4)))
     alone = llm.beam_search(prompts, BeamSearchParams(beam_width=1, max_tokens=4, ignore_eos=True))
-    assert [output.beams[0].token_ids for output in alone] == greedy_answer
+    assert [output.sequences[0].token_ids for output in alone] == greedy_answer
 
 
 def test_a_beam_ends_at_an_end_token_and_ranks_by_its_length():
@@ -450,21 +449,52 @@ def test_a_beam_ends_at_an_end_token_and_ranks_by_its_length():
     (said,) = tokens_of(generate(make_llm(), [prompt], greedy(4)))
     llm = make_llm(tiny_folder(eos_token_id=said[2]))
     (output,) = llm.beam_search([prompt], BeamSearchParams(beam_width=2, max_tokens=6))
-    ended = [beam for beam in output.beams if beam.finish_reason == "stop"]
+    ended = [beam for beam in output.sequences if beam.finish_reason == "stop"]
     end = said.index(said[2])
     assert ended and ended[0].token_ids == said[: end + 1]
     assert ended[0].text == llm.tokenizer.decode_output(prompt, said[:end]), "the token that ended it is no text"
     scores = [
-        beam.cumulative_logprob / max(1, len(beam.token_ids) - (beam.finish_reason == "stop")) for beam in output.beams
+        beam.cum_logprob / max(1, len(beam.token_ids) - (beam.finish_reason == "stop")) for beam in output.sequences
     ]
     assert scores == sorted(scores, reverse=True)
     for bad in (
         {"beam_width": 11, "max_tokens": 3},
         {"beam_width": 0, "max_tokens": 3},
         {"beam_width": 1, "max_tokens": 0},
+        {"beam_width": 2.0, "max_tokens": 3},
+        {"beam_width": 2, "max_tokens": 3, "temperature": 0.5},
     ):
-        with pytest.raises(ValueError, match=r"must be .*, got "):
+        with pytest.raises((ValueError, TypeError), match=r"must be .*, got "):
             BeamSearchParams(**bad)
+
+
+def test_beams_keep_to_their_tenant_and_their_cache_mode():
+    llm = make_llm()
+    (prompt,) = random_prompts(38, 40)
+    params = BeamSearchParams(beam_width=2, max_tokens=3, ignore_eos=True)
+    (plain,) = llm.beam_search(prompt, params)
+    assert plain.sequences[0].tokens == prompt + plain.sequences[0].token_ids
+    forget(llm)
+    mine = {"prompt_token_ids": prompt, "cache_salt": "mine"}
+    assert llm.beam_search([mine], params) == [plain]
+    assert cached_of(generate(llm, [prompt, {**mine, "cache_salt": "yours"}, mine], greedy(1))) == [0, 0, 32]
+    forget(llm)
+    for silent in ({"cache_mode": "off"}, {"cache_mode": "read"}):
+        assert llm.beam_search([prompt], params, **silent) == [plain]
+        assert not list(llm.engine.cache.trie)
+    assert llm.beam_search([prompt], params, prefix_pos=32) == [plain] and llm.stats["pinned_pages"] == 2
+
+
+def test_beams_that_fill_the_context_stay_while_others_go_on():
+    llm = make_llm(**TINY)
+    prompts = random_prompts(39, 126, 20)
+    params = BeamSearchParams(beam_width=2, max_tokens=5, ignore_eos=True)
+    full, free = llm.beam_search(prompts, params)
+    assert [len(beam.tokens) for beam in full.sequences] == [128, 128]
+    assert full == llm.beam_search(prompts[:1], params)[0] and len(free.sequences[0].token_ids) == 5
+    small = make_llm(**{**TINY, "num_pages": 2})
+    (full,) = small.beam_search(prompts[0][:31], params)
+    assert [len(beam.tokens) for beam in full.sequences] == [33, 33], "as far as the pool goes"
 
 
 # SGLang's words -------------------------------------------------------------------------------------------------------
