@@ -193,7 +193,7 @@ class PromptReader:
         for message in messages:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise ValueError(f'a message must be a dict with a "role", got {message!r:.80}')
-        return copy.deepcopy([*(above.messages if above else ()), *messages])
+        return copy.deepcopy([*(above.messages if above else ()), *map(_join_parts, messages)])
 
     def _need_tokenizer(self) -> None:
         if self.tokenizer is None:
@@ -240,6 +240,16 @@ class PromptReader:
 
     def _without_bos(self, ids: list[int]) -> list[int]:
         return ids[1:] if ids[:1] == [self.tokenizer.bos_id] else ids
+
+
+def _join_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Content in parts, as OpenAI's messages may have it, becomes one text: as in vLLM each part is a line."""
+    if not isinstance(parts := message.get("content"), list):
+        return message
+    for part in parts:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(f'a part of a message must be {{"type": "text", "text": …}}, got {part!r:.80}')
+    return {**message, "content": "\n".join(part["text"] for part in parts)}
 
 
 def _token_list(tokens: Any) -> list[int]:

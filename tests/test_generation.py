@@ -373,6 +373,12 @@ def test_chat_renders_one_conversation_or_many():
     assert tokens_of(many[:1]) == tokens_of([one]) and cached_of(many)[0] == len(one.prompt_token_ids) // 16 * 16
     (same,) = generate(llm, [one.prompt_token_ids], greedy(3))
     assert tokens_of([same]) == tokens_of([one])
+    parts = [{"type": "text", "text": "and"}, {"type": "text", "text": "?"}]
+    (joined_parts,) = llm.chat([{**user, "content": parts}], greedy(3), use_tqdm=False)
+    assert joined_parts.prompt == llm.tokenizer.render_chat([{**user, "content": "and\n?"}])
+    image = {"type": "image_url", "image_url": {"url": "x"}}
+    good, bad = llm.chat([[user], [{**user, "content": [image]}]], greedy(3), use_tqdm=False, on_error="return")
+    assert tokens_of([good]) == tokens_of([one]) and "a part of a message must be" in bad.error
     for wrong in ([], "hi", {}):
         with pytest.raises(ValueError, match="messages must be a conversation"):
             llm.chat(wrong, greedy(3))
@@ -394,6 +400,7 @@ def test_chat_goes_on_with_the_last_message_and_names_tools():
         ([user], {"continue_final_message": True}, "exclude each other"),
         ([{"role": "user", "content": " "}], how, "no content to continue"),
         ([user], {"chat_template": "{{ raise_exception('no') }}"}, "refused the messages: no"),
+        ([user], {"chat_template": "{{ 1 / 0 }}"}, "refused the messages: division by zero"),
     ]:
         with pytest.raises(ValueError, match=error):
             llm.chat(messages, greedy(3), **options)
