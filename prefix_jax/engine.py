@@ -338,7 +338,9 @@ class Engine:
                 sequence.tokens.append(tokens[chunk.row])
                 sequence.first_token_time = sequence.first_token_time or now
                 if sampling.logprobs is not None:
-                    sequence.logprobs.append(logprobs.read(read, sequence.tokens[-1], sampling.logprobs))
+                    found = logprobs.read(read, sequence.tokens[-1], sampling.logprobs)
+                    sequence.logprobs.append(found)
+                    sequence.cumulative_logprob += found.logprob
             self.scheduler.settle(sequence)
             if chunk.samples:
                 self._finish_if_done(sequence)

@@ -208,19 +208,27 @@ class LLM:
     def score(
         self,
         prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
-        continuations: Sequence[str | Sequence[int]],
+        continuations: str | Sequence[int] | Sequence[str | Sequence[int]],
         *,
         use_tqdm: bool = True,
     ) -> list[Score]:
         """How likely each continuation is behind its prompt, or all behind one; what prompts share is computed once.
-        See likelihood.split_tokens for where a text's prompt ends. ValueError for what cannot be scored."""
-        prompts = _as_list(prompts)
+        See likelihood.split_tokens for where a text's prompt ends. ValueError names all that cannot be scored, before
+        anything runs; RuntimeError if one is aborted."""
+        prompts, continuations = _as_list(prompts), _as_list(continuations)
         if len(prompts) == 1:
             prompts = prompts * len(continuations)
         if len(prompts) != len(continuations):
             raise ValueError(f"{len(continuations)} continuations for {len(prompts)} prompts")
-        pairs = [split_tokens(self.tokenizer, *pair) for pair in zip(prompts, continuations, strict=True)]
-        asked = [{"prompt_token_ids": head + tail, "score_from": len(head)} for head, tail in pairs]
+        asked, errors = [], {}
+        for index, pair in enumerate(zip(prompts, continuations, strict=True)):
+            try:
+                head, tail = split_tokens(self.tokenizer, *pair)
+                asked.append({"prompt_token_ids": head + tail, "score_from": len(head)})
+            except ValueError as error:
+                errors[index] = str(error)
+        if errors:
+            raise ValueError(_describe(errors, len(prompts)))
         params = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=0, detokenize=False)
         return [make_score(output) for output in self.generate(asked, params, use_tqdm=use_tqdm)]
 

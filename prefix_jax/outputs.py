@@ -31,7 +31,7 @@ class OutputMaker:
         if leader.is_scoring and finished:
             scored = [None] * leader.prompt_len
             for position, found in enumerate(leader.prompt_logprobs, start=request.score_from):
-                scored[position] = self._spell_logprobs(found)
+                scored[position] = self._spell_logprobs(found, request.sampling.detokenize)
         ended = [answer.finished_time for answer in answers if answer.finished_time is not None]
         return RequestOutput(
             request.request_id,
@@ -53,15 +53,18 @@ class OutputMaker:
         token_ids = sequence.output_token_ids[first:]
         if sequence.request.streams:
             sequence.num_given += len(token_ids)
-        asked = sequence.request.sampling.logprobs is not None
+        sampling = sequence.request.sampling
+        logprobs = None
+        if sampling.logprobs is not None:
+            logprobs = [self._spell_logprobs(found, sampling.detokenize) for found in sequence.logprobs[first:]]
         return CompletionOutput(
             sequence.index,
             self._text(sequence),
             token_ids,
             sequence.finish_reason,
             sequence.stop_reason,
-            logprobs=[self._spell_logprobs(found) for found in sequence.logprobs[first:]] if asked else None,
-            cumulative_logprob=sum(found.logprob for found in sequence.logprobs) if asked else None,
+            logprobs=logprobs,
+            cumulative_logprob=sequence.cumulative_logprob if logprobs is not None else None,
         )
 
     def spell(self, end: HitEnd | None) -> HitEnd | None:
@@ -75,11 +78,13 @@ class OutputMaker:
             return None
         return self.tokenizer.decode([token], skip_special_tokens=False)
 
-    def _spell_logprobs(self, found: TokenLogprobs) -> PositionLogprobs:
+    def _spell_logprobs(self, found: TokenLogprobs, with_text: bool) -> PositionLogprobs:
+        spell = self._spell_token if with_text else lambda token: None
+        spelled = {found.token: Logprob(found.logprob, found.rank, spell(found.token))}
         likeliest = zip(found.top_tokens, found.top_logprobs, strict=True)
-        spelled = {found.token: Logprob(found.logprob, found.rank, self._spell_token(found.token))}
         for rank, (token, logprob) in enumerate(likeliest, start=1):
-            spelled.setdefault(token, Logprob(logprob, rank, self._spell_token(token)))
+            if token not in spelled:
+                spelled[token] = Logprob(logprob, rank, spell(token))
         return spelled
 
     def _text(self, sequence: Sequence) -> str:

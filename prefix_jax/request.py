@@ -26,9 +26,10 @@ class SamplingParams:
 
     n: answers to one prompt, which share its pages; best_of is refused. temperature: 0 is greedy. top_k: 0 or -1 is
     off. top_p: in (0, 1]; the smallest set of tokens of at least this mass. min_p: in [0, 1]; tokens at least so many
-    times as likely as the likeliest. seed: None draws a fresh one for each request; the n answers differ. A positive
-    presence_penalty or frequency_penalty (in [-2, 2]) lowers the scores of tokens of the output, a repetition_penalty
-    over 1 those of prompt and output. logit_bias: what is added to the scores of tokens, within [-100, 100].
+    times as likely as the likeliest. seed: None or -1 draws a fresh one for each request; the n answers differ. A
+    positive presence_penalty or frequency_penalty (in [-2, 2]) lowers the scores of tokens of the output, a
+    repetition_penalty over 1 those of prompt and output. logit_bias: what is added to the scores of tokens, within
+    [-100, 100].
     allowed_token_ids: no others. bad_words: texts whose tokens never follow one another in the output, as they stand
     and behind a space. Where all of these leave no token, the answer ends with "length" and says so.
     logits_processors: of those that the engine was built with, by name or themselves; they come last.
@@ -40,8 +41,8 @@ class SamplingParams:
 
     logprobs: with each token its log-probability and those of so many likeliest ones (at most 20), before all of the
     above. prompt_logprobs: the same for the prompt's tokens; the positions before them are computed for that, on top of
-    the K and V that are cached. detokenize: False gives no text. skip_special_tokens: leave them out of it.
-    spaces_between_special_tokens: False puts none around those that are in it.
+    the K and V that are cached. detokenize: False gives no text, of these tokens neither. skip_special_tokens: leave
+    them out of it. spaces_between_special_tokens: False puts none around those that are in it.
 
     Raises ValueError for a value out of range, TypeError for one of the wrong kind.
     """
@@ -93,6 +94,8 @@ class SamplingParams:
             for token in getattr(self, name) or ():
                 require_number(name, token, Integral)
         object.__setattr__(self, "logit_bias", _as_biases(self.logit_bias))
+        if self.seed == -1:
+            object.__setattr__(self, "seed", None)
         for name, kind, low, high, allowed in _RANGES:
             value = getattr(self, name)
             if value is None and name in _OPTIONAL:
@@ -127,7 +130,7 @@ _RANGES = (  # name, kind, least, most, in words
     ("top_p", Real, 0, 1, "in (0, 1]"),
     ("top_k", Integral, -1, 2**31 - 1, "-1 or 0, for off, or a positive int32"),
     ("min_p", Real, 0, 1, "in [0, 1]"),
-    ("seed", Integral, 0, 2**64 - 1, "in [0, 2**64)"),
+    ("seed", Integral, 0, 2**64 - 1, "-1, for none, or in [0, 2**64)"),
     ("max_tokens", Integral, 0, 2**31 - 1, "at least 1"),
     ("min_tokens", Integral, 0, 2**31 - 1, "at least 0"),
     ("logprobs", Integral, 0, MAX_LOGPROBS, f"in [0, {MAX_LOGPROBS}]"),
@@ -206,8 +209,8 @@ class Sequence:
     __slots__ = (
         "request", "tokens", "prompt_len", "order", "seed", "index", "leader", "computed_len", "scored_len", "pending",
         "row", "table", "prefixes", "planned_step", "num_cached_tokens", "num_published_tokens", "hit_end", "rules",
-        "first_token_time", "finished_time", "finish_reason", "stop_reason", "logprobs", "prompt_logprobs", "text",
-        "num_given", "num_unfinished", "due", "turn",
+        "first_token_time", "finished_time", "finish_reason", "stop_reason", "logprobs", "cumulative_logprob",
+        "prompt_logprobs", "text", "num_given", "num_unfinished", "due", "turn",
     )  # fmt: skip
 
     def __init__(self, request: Request, order: int, seed: int, index: int = 0, leader: Sequence | None = None):
@@ -234,6 +237,7 @@ class Sequence:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.logprobs: list[TokenLogprobs] = []  # of the output, where asked for
+        self.cumulative_logprob = 0.0
         self.prompt_logprobs: list[TokenLogprobs] = []  # of the prompt's tokens from score_from on
         self.text: OutputText | None = None  # with stop strings, or while it streams
         self.num_unfinished = 0  # answers to its request, where it leads them

@@ -305,11 +305,11 @@ class Scheduler:
             plan.copies.append(table.copy)
         if self.caching:
             self._find_prefixes(sequence)
-        if sequence.leader is not None:
+        if sequence.leader is not None and len(sequence.tokens) == sequence.prompt_len:
             self.counts["forked_tokens"] += sequence.computed_len
         else:
             self.counts["cached_tokens"] += sequence.computed_len
-            if sequence.num_cached_tokens is None:
+            if sequence.num_cached_tokens is None and sequence.leader is None:
                 self._count_hit(sequence)
         if length := self._chunk_len(sequence, sequence.remaining, plan):
             self._plan_chunk(sequence, length, plan)

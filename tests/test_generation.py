@@ -79,6 +79,14 @@ def test_each_answer_is_reproducible_and_none_is_another():
     assert answers_of(generate(make_llm(), prompts[:1], sampled(n=1)))[0][0] == alone[0][0]
 
 
+def test_what_a_follower_finds_when_it_resumes_is_cached_and_not_forked():
+    llm = make_llm(**TIGHT)
+    (prompt,) = random_prompts(19, 20)
+    (output,) = generate(llm, [prompt], sampled(20, n=3))
+    assert llm.stats["preemptions"] > 0 and llm.stats["forked_tokens"] == 2 * 19
+    assert llm.stats["cached_tokens"] > 0 == output.num_cached_tokens and llm.stats["prompt_tokens"] == 20
+
+
 def test_greedy_answers_are_alike_and_more_than_there_are_rows():
     llm = make_llm(**TINY)
     (prompt,) = random_prompts(22, 21)

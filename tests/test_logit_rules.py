@@ -26,7 +26,7 @@ from test_kernel_lowering import an_h200
 
 from pallas_kernels.logit_rules import BLOCK, MAX_BIASES, LogitRules, apply_rules
 from pallas_kernels.logprobs import MAX_LOGPROBS
-from prefix_jax import SamplingParams, request
+from prefix_jax import LLM, SamplingParams, request
 from prefix_jax.runner import set_rules
 from prefix_jax.token_rules import TokenRules, no_rules
 
@@ -368,3 +368,13 @@ class FrozenDict(dict):
 
     def __hash__(self):
         return hash(tuple(self))
+
+
+def test_a_processor_that_returns_something_else_is_named_at_the_start():
+    for wrong, got in [
+        (lambda logits, context: logits[:-1], r"float32\[299\]"),
+        (lambda logits, context: logits.argmax(), r"int32\[\]"),
+        (lambda logits, context: None, "nothing"),
+    ]:
+        with pytest.raises(ValueError, match=rf"the logits processor .*lambda.* must return float32\[300\], got {got}"):
+            LLM(tiny_folder(), use_tqdm=False, logits_processors={"wrong": wrong}, **SMALL)
