@@ -293,7 +293,8 @@ class LLM:
         on_error: str = "raise",
     ) -> tuple[dict[int, Request], dict[int, str]]:
         """The good requests by index, and with on_error="return" what is wrong with the others; else ValueError."""
-        params = _one_each("sampling_params", sampling_params or SamplingParams(), len(prompts), SamplingParams)
+        params = SamplingParams() if sampling_params is None else sampling_params
+        params = _one_each("sampling_params", params, len(prompts), SamplingParams)
         positions = _one_each("prefix_pos", prefix_pos, len(prompts), (int, np.integer, type(None)))
         positions = [None if position is None else int(position) for position in positions]
         before = _one_each("prefix", prefix, len(prompts), (Prefix, str, type(None)))

@@ -543,8 +543,76 @@ def test_sglangs_words_mean_the_same(engine):
     parts = list(engine.generate(text, asked, stream=True))
     assert parts[-1]["text"] == answer["text"] and parts[-1]["meta_info"]["finish_reason"]["type"] == "length"
     assert all(b["text"].startswith(a["text"]) for a, b in itertools.pairwise(parts)) and len(parts) == 6
+    assert [part["output_ids"] for part in parts] == [answer["output_ids"][: i + 1] for i in range(6)]
     engine.flush_cache()
     engine.shutdown()
+
+
+def test_sglangs_log_probabilities(engine):
+    llm = engine.llm
+    ids = random_prompts(43, 9)[0]
+    asked = {"temperature": 2.0, "max_new_tokens": 4, "ignore_eos": True, "sampling_seed": 3}
+    params = SamplingParams(temperature=2.0, max_tokens=4, ignore_eos=True, seed=3, logprobs=3, prompt_logprobs=3)
+    (expected,) = generate(llm, [ids], params)
+    plain = engine.generate(input_ids=ids, sampling_params=asked, return_logprob=True)["meta_info"]
+    own = [
+        entry[token].logprob
+        for entry, token in zip(expected.outputs[0].logprobs, expected.outputs[0].token_ids, strict=True)
+    ]
+    assert [entry[1:] for entry in plain["output_token_logprobs"]] == [(t, None) for t in expected.outputs[0].token_ids]
+    np.testing.assert_allclose([entry[0] for entry in plain["output_token_logprobs"]], own, atol=1e-3)
+    assert plain["input_token_logprobs"] == [] and not any("top" in key for key in plain)
+    how = {"return_logprob": True, "top_logprobs_num": 3, "return_text_in_logprobs": True, "logprob_start_len": 5}
+    for meta in (
+        engine.generate(input_ids=ids, sampling_params=asked, **how)["meta_info"],
+        list(engine.generate(input_ids=ids, sampling_params=asked, stream=True, **how))[-1]["meta_info"],
+    ):
+        np.testing.assert_allclose([entry[0] for entry in meta["output_token_logprobs"]], own, atol=1e-3)
+        text = [llm.tokenizer.decode([token], skip_special_tokens=False) for token in ids[5:]]
+        first, *others = meta["input_token_logprobs"]
+        assert first == (None, ids[5], text[0])
+        found = expected.prompt_logprobs[6:]
+        assert [entry[1:] for entry in others] == list(zip(ids[6:], text[1:], strict=True))
+        np.testing.assert_allclose(
+            [entry[0] for entry in others],
+            [of[token].logprob for of, token in zip(found, ids[6:], strict=True)],
+            atol=1e-3,
+        )
+        assert meta["input_top_logprobs"][0] is None and len(meta["input_top_logprobs"]) == 4
+        for entry, tops in zip(expected.outputs[0].logprobs, meta["output_top_logprobs"], strict=True):
+            assert [token for _, token, _ in tops] == sorted(entry, key=lambda token: -entry[token].logprob)[:3]
+
+
+def test_sglangs_answers_have_a_number_and_an_id_each(engine):
+    asked = [{"n": n, "max_new_tokens": 3, "ignore_eos": True} for n in (2, 1, 2)]
+    prompts = random_prompts(44, 5, 6, 7)
+    last = {part["index"]: part for part in engine.generate(input_ids=prompts, sampling_params=asked, stream=True)}
+    assert sorted(last) == [0, 1, 2, 3, 4] and len({part["meta_info"]["id"] for part in last.values()}) == 5
+    assert [last[i]["meta_info"]["prompt_tokens"] for i in range(5)] == [5, 5, 6, 7, 7]
+    whole = engine.generate(input_ids=prompts, sampling_params=asked)
+    assert len({part["meta_info"]["id"] for part in whole}) == 5
+
+
+def test_what_sglang_takes_is_taken(engine):
+    (ids,) = random_prompts(45, 6)
+    asked = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
+    expected = engine.generate(input_ids=ids, sampling_params=asked)["output_ids"]
+    for given in (np.array(ids), tuple(ids)):
+        assert engine.generate(input_ids=given, sampling_params=asked)["output_ids"] == expected
+    assert engine.generate(input_ids=np.array([ids, ids]), sampling_params=asked)[1]["output_ids"] == expected
+    assert engine.generate([]) == [] == engine.generate(input_ids=[], sampling_params=[])
+    with pytest.raises(ValueError, match="sampling_params has 0 entries for 2 prompts"):
+        engine.generate(["a", "b"], [])
+    unset = {**asked, "json_schema": None, "top_p": None, "n": None}
+    assert engine.generate(input_ids=ids, sampling_params=unset)["output_ids"] == expected
+    assert (
+        len(engine.generate(input_ids=ids * 41, sampling_params={**asked, "max_new_tokens": None})["output_ids"]) == 10
+    )
+    nothing = engine.generate(input_ids=ids, sampling_params={"max_new_tokens": 0})
+    assert (nothing["output_ids"], nothing["meta_info"]["finish_reason"]) == ([], {"type": "length", "length": 0})
+    stop = {**asked, "stop_token_ids": expected[1:2], "no_stop_trim": True}
+    decoded = engine.llm.tokenizer.decode_output(ids, expected[:2])
+    assert engine.generate(input_ids=ids, sampling_params=stop)["text"] == decoded
 
 
 def test_sglangs_unknown_words_are_refused_by_name(engine):
@@ -553,3 +621,7 @@ def test_sglangs_unknown_words_are_refused_by_name(engine):
     for both in ({"prompt": "a", "input_ids": [1]}, {}):
         with pytest.raises(ValueError, match="give prompt or input_ids"):
             engine.generate(**both)
+    with pytest.raises(
+        ValueError, match=r"unknown options of Engine: ep_size, log_level; known: .*context_length.*dtype"
+    ):
+        sglang.Engine(model_path=tiny_folder(), ep_size=2, context_length=64, log_level="error")
