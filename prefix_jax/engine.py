@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -393,7 +394,7 @@ class Engine:
             self._abort(request_id)
             self.sequences.pop(request_id, None)
         finished = self.scheduler.finished
-        self.scheduler.finished = [sequence for sequence in finished if sequence.request.request_id not in ids]
+        self.scheduler.finished = deque(sequence for sequence in finished if sequence.request.request_id not in ids)
         if not self.sequences:
             self.collected_time = None  # nobody waits for the step in flight: it may be collected any time later
 
@@ -405,19 +406,17 @@ class Engine:
             if sequence.finish_reason is None:
                 outputs.append(self._make_output([sequence], finished=False))
         while self.scheduler.finished:
-            finished, self.scheduler.finished = self.scheduler.finished, []
-            for sequence in finished:
-                request = sequence.request
-                if request.request_id not in self.sequences:
-                    continue  # its request has ended with an error
-                answers = self.sequences[request.request_id]
-                sequence.finished_time = time.monotonic()
-                answers[0].num_unfinished -= 1
-                is_last = answers[0].num_unfinished == 0
-                if is_last or request.streams:
-                    outputs.append(self._make_output([sequence] if request.streams else answers, finished=is_last))
-                if is_last:
-                    self.sequences.pop(request.request_id, None)
+            sequence = self.scheduler.finished.popleft()
+            request = sequence.request
+            if (answers := self.sequences.get(request.request_id)) is None:
+                continue  # its request has ended with an error
+            sequence.finished_time = time.monotonic()
+            answers[0].num_unfinished -= 1
+            is_last = answers[0].num_unfinished == 0
+            if is_last or request.streams:
+                outputs.append(self._make_output([sequence] if request.streams else answers, finished=is_last))
+            if is_last:
+                self.sequences.pop(request.request_id, None)
         return outputs
 
     def _make_output(self, answers: list[Sequence], *, finished: bool) -> RequestOutput:

@@ -68,7 +68,7 @@ class PromptReader:
                     raise ValueError(f"request_id {request.request_id!r} is taken")
                 ids.add(request.request_id)
                 requests[index] = request
-            except (ValueError, TypeError, OverflowError) as error:
+            except (ValueError, TypeError, OverflowError, RecursionError) as error:
                 errors[index] = str(error)
         return requests, errors
 

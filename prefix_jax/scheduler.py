@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from bisect import insort
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -106,7 +106,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []  # the oldest first
         self.free_rows = list(range(max_num_seqs - 1, -1, -1))
-        self.finished: list[Sequence] = []  # since the engine last took them
+        self.finished: deque[Sequence] = deque()  # since the engine last took them
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
 
     def check_fits(self, length: int) -> None:

@@ -82,6 +82,16 @@ def test_with_on_error_return_the_others_run(llm):
         assert all(output.error for output in generate(llm, only_bad, on_error="return"))
 
 
+def test_a_message_without_end_is_refused(llm):
+    endless: list = []
+    for _ in range(100_000):
+        endless = [endless]
+    chat = {"messages": [{"role": "user", "content": "and?", "more": endless}]}
+    good, bad = generate(llm, ["the hen", chat], on_error="return")
+    check_greedy([good])
+    assert "recursion" in bad.error
+
+
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_one_too_long_prompt_leaves_the_order_as_it_is(llm, place):
     """vllm#1655, vllm#16732 (C32)."""
