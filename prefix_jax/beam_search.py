@@ -3,10 +3,11 @@ prefix cache makes cheap."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import TYPE_CHECKING
 
-from prefix_jax.request import MAX_LOGPROBS, SamplingParams
+from prefix_jax.request import MAX_LOGPROBS, Request, SamplingParams, require_number
 
 if TYPE_CHECKING:
     from prefix_jax.llm import LLM
@@ -15,28 +16,42 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class BeamSearchParams:
     """beam_width: answers kept at each step, at most 10. max_tokens: of an answer. ignore_eos: no answer ends early.
-    length_penalty: answers rank by log-probability / tokens ** length_penalty; 0 favours short ones, 1 is the mean."""
+    temperature: 0, since candidates are the likeliest tokens. length_penalty: answers rank by log-probability /
+    tokens ** length_penalty; 0 favours short ones, 1 is the mean.
+
+    Raises ValueError for a value out of range, TypeError for one of the wrong kind."""
 
     beam_width: int
     max_tokens: int
     ignore_eos: bool = False
+    temperature: float = 0.0
     length_penalty: float = 1.0
 
     def __post_init__(self) -> None:
+        require_number("beam_width", self.beam_width, Integral)
+        require_number("max_tokens", self.max_tokens, Integral)
         if not 1 <= self.beam_width <= MAX_LOGPROBS // 2:
             raise ValueError(f"beam_width must be in [1, {MAX_LOGPROBS // 2}], got {self.beam_width}")
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        if self.temperature != 0:
+            raise ValueError(f"temperature must be 0: beams draw nothing, got {self.temperature}")
 
 
 @dataclass(frozen=True)
 class Beam:
-    """One answer: its tokens, the sum of their log-probabilities, and once it is complete why it ended and its text."""
+    """One answer: `tokens` of prompt and answer, the sum of the answer's log-probabilities, and once it is complete why
+    it ended and its text."""
 
-    token_ids: list[int] = field(default_factory=list)
-    cumulative_logprob: float = 0.0
+    tokens: list[int]
+    prompt_len: int
+    cum_logprob: float = 0.0
     finish_reason: str | None = None
     text: str = ""
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.tokens[self.prompt_len :]
 
 
 @dataclass(frozen=True)
@@ -44,50 +59,58 @@ class BeamSearchOutput:
     """The answers to one prompt, the best first."""
 
     prompt_token_ids: list[int]
-    beams: list[Beam]
+    sequences: list[Beam]
 
 
-def beam_search(llm: LLM, prompts: list[list[int]], params: BeamSearchParams) -> list[BeamSearchOutput]:
-    """For each prompt the `beam_width` best answers found."""
+def beam_search(llm: LLM, requests: list[Request], params: BeamSearchParams) -> list[BeamSearchOutput]:
+    """For each request's prompt the `beam_width` best answers found; all else is as the request has it."""
     width, eos_ids = params.beam_width, llm.engine.eos_ids
     # Twice as many candidates as beams: if all that end are among the best, the beams still go on.
     ask = SamplingParams(temperature=0, max_tokens=1, logprobs=2 * width, ignore_eos=True, detokenize=False)
-    beams = [[Beam()] for _ in prompts]
-    ended: list[list[Beam]] = [[] for _ in prompts]
-    longest = llm.engine.max_model_len
+    beams = [[Beam(list(request.prompt_token_ids), len(request.prompt_token_ids))] for request in requests]
+    ended: list[list[Beam]] = [[] for _ in requests]
+    longest = min(llm.engine.max_model_len, llm.engine.runner.num_pages * llm.engine.config.page_size + 1)
     for _ in range(params.max_tokens):
-        asked = [
-            (which, beam)
-            for which, own in enumerate(beams)
-            for beam in own
-            if len(prompts[which]) + len(beam.token_ids) < longest
-        ]
+        asked = [(which, beam) for which, own in enumerate(beams) for beam in own if len(beam.tokens) < longest]
         if not asked:
             break
-        outputs = llm.generate([prompts[which] + beam.token_ids for which, beam in asked], ask, use_tqdm=False)
-        candidates: list[list[Beam]] = [[] for _ in prompts]
-        for (which, beam), output in zip(asked, outputs, strict=True):
-            (likeliest,) = output.outputs[0].logprobs
-            for token, entry in likeliest.items():
+        steps = {
+            index: replace(
+                requests[which],
+                request_id=f"beam-{next(llm.reader.request_ids)}",
+                prompt_token_ids=tuple(beam.tokens),
+                sampling=ask,
+                max_len=len(beam.tokens) + 1,
+            )
+            for index, (which, beam) in enumerate(asked)
+        }
+        candidates: dict[int, list[Beam]] = {which: [] for which, _ in asked}  # the others have no room
+        outputs = {output.index: output for output in llm._run(steps)}
+        for index, (which, beam) in enumerate(asked):
+            (answer,) = outputs[index].outputs
+            if not answer.logprobs:
+                raise RuntimeError(f"a beam was not computed: {outputs[index].error or answer.finish_reason}")
+            for token, entry in answer.logprobs[0].items():
                 ends = token in eos_ids and not params.ignore_eos
-                longer = Beam(
-                    [*beam.token_ids, token], beam.cumulative_logprob + entry.logprob, "stop" if ends else None
-                )
+                tokens, logprob = [*beam.tokens, token], beam.cum_logprob + entry.logprob
+                longer = Beam(tokens, beam.prompt_len, logprob, "stop" if ends else None)
                 (ended if ends else candidates)[which].append(longer)
-        beams = [sorted(own, key=lambda beam: -beam.cumulative_logprob)[:width] for own in candidates]
+        for which, own in candidates.items():
+            beams[which] = sorted(own, key=lambda beam: -beam.cum_logprob)[:width]
 
     def rank(beam: Beam) -> float:
         num_tokens = len(beam.token_ids) - (beam.finish_reason == "stop")
-        return beam.cumulative_logprob / max(num_tokens, 1) ** params.length_penalty
+        return beam.cum_logprob / max(num_tokens, 1) ** params.length_penalty
 
+    best = (sorted(own + others, key=rank)[::-1][:width] for own, others in zip(beams, ended, strict=True))
     return [
-        BeamSearchOutput(prompt, [_spelled(llm, prompt, beam) for beam in sorted(own + others, key=rank)[::-1][:width]])
-        for prompt, own, others in zip(prompts, beams, ended, strict=True)
+        BeamSearchOutput(list(request.prompt_token_ids), [_spelled(llm, beam) for beam in chosen])
+        for request, chosen in zip(requests, best, strict=True)
     ]
 
 
-def _spelled(llm: LLM, prompt: list[int], beam: Beam) -> Beam:
-    stops = beam.finish_reason == "stop"
-    token_ids = beam.token_ids[:-1] if stops else beam.token_ids
-    text = llm.tokenizer.decode_output(prompt, token_ids) if llm.tokenizer is not None else ""
-    return Beam(beam.token_ids, beam.cumulative_logprob, beam.finish_reason or "length", text)
+def _spelled(llm: LLM, beam: Beam) -> Beam:
+    token_ids = beam.token_ids[:-1] if beam.finish_reason == "stop" else beam.token_ids
+    has_text = llm.tokenizer is not None and token_ids
+    text = llm.tokenizer.decode_output(beam.tokens[: beam.prompt_len], token_ids) if has_text else ""
+    return replace(beam, finish_reason=beam.finish_reason or "length", text=text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from prefix_jax.output_text import OutputText
 from prefix_jax.outputs import OutputMaker
 from prefix_jax.prefix_cache import PrefixCache
 from prefix_jax.prefix_pool import PrefixPool
-from prefix_jax.request import Request, RequestOutput, Sequence, TokenLogprobs, refused_output
+from prefix_jax.request import Request, RequestOutput, SamplingParams, Sequence, TokenLogprobs, refused_output
 from prefix_jax.runner import Runner
 from prefix_jax.scheduler import Chunk, Scheduler, StepPlan
 from prefix_jax.tiling import make_batcher
@@ -184,7 +185,7 @@ class Engine:
         """The answers to a request, the first of which leads."""
         sampling = request.sampling
         seed = self.random.getrandbits(64) if sampling.seed is None else sampling.seed
-        rules = self._make_rules(request) if sampling.has_rules else None
+        rules = self.make_rules(sampling, len(request.prompt_token_ids))
         sequences: list[Sequence] = []
         for index in range(sampling.n):
             of_index = (int(seed) + index * GOLDEN) % 2**64
@@ -196,8 +197,11 @@ class Engine:
             sequences.append(sequence)
         return sequences
 
-    def _make_rules(self, request: Request) -> TokenRules:
-        sampling, known = request.sampling, self.config.logits_processors
+    def make_rules(self, sampling: SamplingParams, prompt_len: int) -> TokenRules | None:
+        """None where it asks for nothing; ValueError where it leaves no token."""
+        if not sampling.has_rules:
+            return None
+        known = self.config.logits_processors
         numbers = [
             number
             for number, (name, process) in enumerate(known.items())
@@ -205,7 +209,7 @@ class Engine:
         ]
         return TokenRules(
             sampling,
-            len(request.prompt_token_ids),
+            prompt_len,
             self.runner.config.vocab_size,
             end_ids={*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_ids)},
             bad_words=[ids for word in sampling.bad_words for ids in self.tokenizer.encode_word(word)],
@@ -215,6 +219,7 @@ class Engine:
     def _register(self, sequences: list[Sequence]) -> None:
         request = sequences[0].request
         self.sequences[request.request_id] = sequences
+        sequences[0].num_unfinished = len(sequences)
         for sequence in sequences:
             if request.max_len <= sequence.prompt_len <= sequence.scored_len:
                 self._finish_at_prompt(sequence)
@@ -230,6 +235,12 @@ class Engine:
     def abort(self, request_id: str) -> None:
         """Ends a request before the next step; unknown and finished ones are left alone. Safe from any thread."""
         self.commands.put(lambda: self._abort(request_id))
+
+    def drop(self, request_ids: Iterable[str]) -> None:
+        """Ends requests before the next step, without an output: nobody waits for it. Safe from any thread, and from a
+        finalizer that runs inside a step."""
+        ids = frozenset(request_ids)
+        self.commands.put(lambda: self._drop(ids))
 
     def set_params(self, model: Llama) -> None:
         """Goes on with other weights of the same shapes. Nothing that the former ones computed is used any more, and
@@ -328,7 +339,9 @@ class Engine:
                 sequence.tokens.append(tokens[chunk.row])
                 sequence.first_token_time = sequence.first_token_time or now
                 if sampling.logprobs is not None:
-                    sequence.logprobs.append(logprobs.read(read, sequence.tokens[-1], sampling.logprobs))
+                    found = logprobs.read(read, sequence.tokens[-1], sampling.logprobs)
+                    sequence.logprobs.append(found)
+                    sequence.cumulative_logprob += found.logprob
             self.scheduler.settle(sequence)
             if chunk.samples:
                 self._finish_if_done(sequence)
@@ -357,47 +370,64 @@ class Engine:
         sampling, token = sequence.request.sampling, sequence.tokens[-1]
         if sequence.request.streams:
             self.streamed.append(sequence)
-        if token in self.eos_ids and not sampling.ignore_eos:
-            self.scheduler.finish(sequence, "stop")
-        elif token in sampling.stop_token_ids:
-            self.scheduler.finish(sequence, "stop", token)
+        is_eos = token in self.eos_ids and not sampling.ignore_eos
+        if is_eos or token in sampling.stop_token_ids:
+            if sequence.text is not None and sampling.include_stop_str_in_output:
+                sequence.text.add(token)
+            self.scheduler.finish(sequence, "stop", None if is_eos else token)
         elif sequence.text is not None and (stop := sequence.text.push(token)) is not None:
             self.scheduler.finish(sequence, "stop", stop)
-        elif len(sequence.tokens) >= sequence.request.max_len:
+        elif len(sequence.tokens) - sequence.prompt_len == sampling.max_tokens:
             self.scheduler.finish(sequence, "length")
+        elif len(sequence.tokens) >= sequence.request.max_len:
+            self.scheduler.finish(sequence, "length", f"the context of {self.max_model_len} tokens is full")
+        elif sequence.rules is not None and sequence.rules.leave_none(sequence.tokens):
+            self.scheduler.finish(sequence, "length", "allowed_token_ids and bad_words leave no token")
 
     def _abort(self, request_id: str) -> None:
         for sequence in self.sequences.get(request_id, ()):
             if sequence.finish_reason is None:
                 self.scheduler.finish(sequence, "abort")
 
+    def _drop(self, ids: frozenset[str]) -> None:
+        for request_id in ids:
+            self._abort(request_id)
+            self.sequences.pop(request_id, None)
+        finished = self.scheduler.finished
+        self.scheduler.finished = deque(sequence for sequence in finished if sequence.request.request_id not in ids)
+        if not self.sequences:
+            self.collected_time = None  # nobody waits for the step in flight: it may be collected any time later
+
     def _take_outputs(self) -> list[RequestOutput]:
         """Of what finished, and of what streams. One that cannot be made ends with its error; no other is lost."""
-        outputs = []
-        while self.streamed:
-            sequence = self.streamed.pop(0)
+        outputs: list[RequestOutput] = []
+        growing, self.streamed = self.streamed, []
+        for sequence in growing:
             if sequence.finish_reason is None:
-                outputs.append(self.outputs.make(sequence.request, [sequence], finished=False))
+                outputs.append(self._make_output([sequence], finished=False))
         while self.scheduler.finished:
-            sequence = self.scheduler.finished[0]
-            sequence.finished_time = sequence.finished_time or time.monotonic()
+            sequence = self.scheduler.finished.popleft()
             request = sequence.request
-            answers = self.sequences[request.request_id]
-            left = (other.request for other in self.scheduler.finished[1:]) if len(answers) > 1 else ()
-            finished = all(answer.finish_reason is not None for answer in answers) and request not in left
-            try:
-                if finished or request.streams:
-                    new = [sequence] if request.streams else answers
-                    outputs.append(self.outputs.make(request, new, finished=finished))
-            except Exception as error:
-                log.exception("the output of request %s cannot be made", request.request_id)
-                self._abort(request.request_id)
-                outputs.append(refused_output(request.request_id, request.prompt, str(error)))
-                finished = True
-            del self.scheduler.finished[0]
-            if finished:
-                del self.sequences[request.request_id]
+            if (answers := self.sequences.get(request.request_id)) is None:
+                continue  # its request has ended with an error
+            sequence.finished_time = time.monotonic()
+            answers[0].num_unfinished -= 1
+            is_last = answers[0].num_unfinished == 0
+            if is_last or request.streams:
+                outputs.append(self._make_output([sequence] if request.streams else answers, finished=is_last))
+            if is_last:
+                self.sequences.pop(request.request_id, None)
         return outputs
+
+    def _make_output(self, answers: list[Sequence], *, finished: bool) -> RequestOutput:
+        request = answers[0].request
+        try:
+            return self.outputs.make(request, answers, finished=finished)
+        except Exception as error:
+            log.exception("the output of request %s cannot be made", request.request_id)
+            self._abort(request.request_id)
+            del self.sequences[request.request_id]
+            return refused_output(request.request_id, request.prompt, str(error))
 
     def _recover(self, error: Exception) -> None:
         """The device failed and may have lost the store, which was donated: a fresh one, an empty cache, and every

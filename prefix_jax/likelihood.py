@@ -24,8 +24,9 @@ def split_tokens(
     tokenizer: Tokenizer | None, prompt: str | Sequence[int], continuation: str | Sequence[int]
 ) -> tuple[list[int], list[int]]:
     """The tokens of a prompt and of its continuation. Two texts are encoded as one, spaces at the end of the prompt
-    counting to the continuation, and cut where the prompt alone would end (the rule of lm-evaluation-harness). An empty
-    prompt is the BOS token."""
+    counting to the continuation, and cut where the prompt alone would end (the rule of lm-evaluation-harness), or
+    before the last token if that takes the whole continuation in. An empty prompt is the BOS token. ValueError for what
+    cannot be scored."""
     if isinstance(prompt, str) != isinstance(continuation, str):
         raise ValueError(
             f"prompt and continuation must both be text or both token ids, got {prompt!r}, {continuation!r}"
@@ -34,24 +35,26 @@ def split_tokens(
         head, tail = list(prompt), list(continuation)
     elif tokenizer is None:
         raise ValueError("text needs a tokenizer, and this model was loaded without one: give token ids")
-    elif not prompt:
-        ids = tokenizer.encode(continuation)
-        head, tail = (
-            ([tokenizer.bos_id], ids[ids[:1] == [tokenizer.bos_id] :]) if tokenizer.bos_id is not None else ([], ids)
-        )
     else:
-        bare = prompt.rstrip()
-        whole, head = tokenizer.encode(prompt + continuation), tokenizer.encode(bare)
-        head, tail = whole[: len(head)], whole[len(head) :]
-    if not head:
-        raise ValueError("nothing stands before the continuation: the prompt is empty, and there is no BOS token")
+        whole = tokenizer.encode(prompt + continuation) if continuation else []
+        cut = min(len(tokenizer.encode(prompt.rstrip())), max(len(whole) - 1, 0))
+        head, tail = whole[:cut], whole[cut:]
+        if not head and tokenizer.bos_id is not None:
+            head = [tokenizer.bos_id]
     if not tail:
         raise ValueError(f"the continuation has no tokens, got {continuation!r}")
+    if not head:
+        raise ValueError("nothing stands before the continuation's first token, and there is no BOS token")
     return head, tail
 
 
 def make_score(output: RequestOutput) -> Score:
-    """Of a request that scored a continuation."""
+    """Of a request that scored a continuation. RuntimeError if it did not come to its end."""
+    (answer,) = output.outputs
+    if answer.finish_reason != "length" or answer.stop_reason is not None:
+        raise RuntimeError(
+            f"a continuation was not scored: {output.error or answer.stop_reason or answer.finish_reason}"
+        )
     begin = output.prompt_logprobs.count(None)
     token_ids = output.prompt_token_ids[begin:]
     entries = [found[token] for token, found in zip(token_ids, output.prompt_logprobs[begin:], strict=True)]

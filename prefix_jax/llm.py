@@ -77,7 +77,8 @@ class LLM:
             vocab_size=self.model_config.vocab_size,
             max_model_len=self.engine.max_model_len,
             check_fits=lambda length: self.engine.scheduler.check_fits(length),
-            is_taken=lambda request_id: request_id in self.engine.sequences,
+            check_rules=lambda sampling: self.engine.make_rules(sampling, 0),
+            is_taken=lambda request_id: request_id in self._inboxes,
             logits_processors=config.logits_processors,
         )
         self.prefixes.encode, self.prefixes.compute = self.reader.encode_prefix, self._compute_prefixes
@@ -207,26 +208,43 @@ class LLM:
     def score(
         self,
         prompts: str | Sequence[int] | Sequence[str | Sequence[int]],
-        continuations: Sequence[str | Sequence[int]],
+        continuations: str | Sequence[int] | Sequence[str | Sequence[int]],
         *,
         use_tqdm: bool = True,
     ) -> list[Score]:
         """How likely each continuation is behind its prompt, or all behind one; what prompts share is computed once.
-        See likelihood.split_tokens for where a text's prompt ends. ValueError for what cannot be scored."""
-        prompts = _as_list(prompts)
+        See likelihood.split_tokens for where a text's prompt ends. ValueError names all that cannot be scored, before
+        anything runs; RuntimeError if one is aborted."""
+        prompts, continuations = _as_list(prompts), _as_list(continuations)
         if len(prompts) == 1:
             prompts = prompts * len(continuations)
         if len(prompts) != len(continuations):
             raise ValueError(f"{len(continuations)} continuations for {len(prompts)} prompts")
-        pairs = [split_tokens(self.tokenizer, *pair) for pair in zip(prompts, continuations, strict=True)]
-        asked = [{"prompt_token_ids": head + tail, "score_from": len(head)} for head, tail in pairs]
+        asked, errors = [], {}
+        for index, pair in enumerate(zip(prompts, continuations, strict=True)):
+            try:
+                head, tail = split_tokens(self.tokenizer, *pair)
+                asked.append({"prompt_token_ids": head + tail, "score_from": len(head)})
+            except ValueError as error:
+                errors[index] = str(error)
+        if errors:
+            raise ValueError(_describe(errors, len(prompts)))
         params = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=0, detokenize=False)
         return [make_score(output) for output in self.generate(asked, params, use_tqdm=use_tqdm)]
 
-    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
-        """The likeliest answers to each prompt that a search of `beam_width` finds. Beams share their pages."""
-        requests, _ = self._read(_as_list(prompts), None, None, None, "readwrite")
-        return beam_search(self, [list(request.prompt_token_ids) for request in requests.values()], params)
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        prefix_pos: int | Sequence[int | None] | None = None,
+        *,
+        prefix: Prefix | str | Sequence[Prefix | str | None] | None = None,
+        cache_mode: str | Sequence[str] = "readwrite",
+    ) -> list[BeamSearchOutput]:
+        """The likeliest answers to each prompt that a search of `beam_width` finds. Beams share their pages. Prompts
+        and the arguments behind `params` are those of `generate`. ValueError for bad prompts, before anything runs."""
+        requests, _ = self._read(_as_list(prompts), None, prefix_pos, prefix, cache_mode)
+        return beam_search(self, list(requests.values()), params)
 
     def abort(self, request_id: str) -> None:
         """Ends a request that is running in another thread; its output so far is returned with reason "abort"."""
@@ -275,7 +293,8 @@ class LLM:
         on_error: str = "raise",
     ) -> tuple[dict[int, Request], dict[int, str]]:
         """The good requests by index, and with on_error="return" what is wrong with the others; else ValueError."""
-        params = _one_each("sampling_params", sampling_params or SamplingParams(), len(prompts), SamplingParams)
+        params = SamplingParams() if sampling_params is None else sampling_params
+        params = _one_each("sampling_params", params, len(prompts), SamplingParams)
         positions = _one_each("prefix_pos", prefix_pos, len(prompts), (int, np.integer, type(None)))
         positions = [None if position is None else int(position) for position in positions]
         before = _one_each("prefix", prefix, len(prompts), (Prefix, str, type(None)))
@@ -286,7 +305,14 @@ class LLM:
         return requests, errors
 
     def _run(self, requests: dict[int, Request]) -> Iterator[RequestOutput]:
-        """Yields each output as it finishes. Left early, by an error or an interrupt, it leaves no request behind."""
+        """Queues the requests, and gives each output as it is ready. ValueError now for an id that is in use."""
+        outputs = self._outputs(requests)
+        next(outputs)  # they are queued, and from now on taken back by whatever ends it
+        return outputs
+
+    def _outputs(self, requests: dict[int, Request]) -> Iterator[RequestOutput | None]:
+        """None once they are queued, then each output. Left early, it takes back what is unfinished before the next
+        step; it never steps then, since garbage collection may end it anywhere, also inside a step."""
         inbox: SimpleQueue[RequestOutput] = SimpleQueue()
         index_of = {request.request_id: index for index, request in requests.items()}
         open_ids: set[str] = set()
@@ -299,26 +325,27 @@ class LLM:
         try:
             with self._on_device():
                 self.engine.call(add)
-                while open_ids:
-                    self._advance()
-                    while not inbox.empty():
-                        output = inbox.get()
-                        if output.finished:
-                            open_ids.discard(output.request_id)
-                        yield replace(output, index=index_of[output.request_id])
+            yield None
+            while open_ids:
+                self._advance()
+                while not inbox.empty():
+                    output = inbox.get()
+                    if output.finished:
+                        open_ids.discard(output.request_id)
+                    yield replace(output, index=index_of[output.request_id])
         finally:
             for request_id in open_ids:
                 self._inboxes.pop(request_id, None)
-                self.engine.abort(request_id)
-            with self._on_device():
-                while any(request_id in self.engine.sequences for request_id in open_ids):
-                    self._advance()
+            if open_ids:
+                self.engine.drop(open_ids)
 
     def _advance(self) -> None:
         """One step, whose outputs go to whoever waits for them; or another thread's, whose step it waits for."""
         if self.engine.lock.acquire(timeout=0.01):
             try:
-                for output in self.engine.step() if self.engine.has_work else ():
+                with self._on_device():
+                    outputs = self.engine.step() if self.engine.has_work else ()
+                for output in outputs:
                     take = self._inboxes.pop if output.finished else self._inboxes.get
                     if inbox := take(output.request_id, None):
                         inbox.put(output)

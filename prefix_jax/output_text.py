@@ -9,7 +9,7 @@ from prefix_jax.tokenizer import IncrementalDecoder, Tokenizer
 
 
 class OutputText:
-    """What the tokens of one answer say. Push each but the one that ends it, then `finish`."""
+    """What the tokens of one answer say. Push each but one that ends it, then `finish`."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], sampling: SamplingParams):
         self.sampling = sampling
@@ -22,17 +22,21 @@ class OutputText:
         self.finished = False
 
     def push(self, token: int) -> str | None:
-        """The stop string that this token completed, if any: the text then ends there. None before min_tokens."""
+        """The stop string that this token completed, if any: the text then ends there. None up to min_tokens."""
         before = len(self.text)
+        self.add(token)
+        return self._cut(before) if self.num_tokens > self.sampling.min_tokens else None
+
+    def add(self, token: int) -> None:
+        """Its text, whatever stop string it may complete."""
         self.text += self.decoder.push(token)
         self.num_tokens += 1
-        return self._cut(before) if self.num_tokens >= self.sampling.min_tokens else None
 
     def finish(self) -> None:
-        """No token follows. A character that is still incomplete is given as its replacement."""
-        if not self.finished:
+        """No token follows. A character that is still incomplete is given as its replacement, but for the prompt's."""
+        if not self.finished and self.num_tokens:
             self.text += self.decoder.flush()
-            self.finished = True
+        self.finished = True
 
     def take(self) -> str:
         """The text that is new since the last call, and certain: not what may be the beginning of a stop string."""

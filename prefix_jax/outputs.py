@@ -31,7 +31,8 @@ class OutputMaker:
         if leader.is_scoring and finished:
             scored = [None] * leader.prompt_len
             for position, found in enumerate(leader.prompt_logprobs, start=request.score_from):
-                scored[position] = self._spell_logprobs(found)
+                scored[position] = self._spell_logprobs(found, request.sampling.detokenize)
+        ended = [answer.finished_time for answer in answers if answer.finished_time is not None]
         return RequestOutput(
             request.request_id,
             request.prompt,
@@ -41,7 +42,7 @@ class OutputMaker:
             num_published_tokens=sum(answer.num_published_tokens for answer in answers),
             hit_end=self.spell(leader.hit_end),
             prompt_logprobs=scored,
-            metrics=RequestMetrics(request.arrival_time, leader.first_token_time, answers[-1].finished_time),
+            metrics=RequestMetrics(request.arrival_time, leader.first_token_time, max(ended, default=None)),
             seed=leader.seed,
             finished=finished,
         )
@@ -52,15 +53,18 @@ class OutputMaker:
         token_ids = sequence.output_token_ids[first:]
         if sequence.request.streams:
             sequence.num_given += len(token_ids)
-        asked = sequence.request.sampling.logprobs is not None
+        sampling = sequence.request.sampling
+        logprobs = None
+        if sampling.logprobs is not None:
+            logprobs = [self._spell_logprobs(found, sampling.detokenize) for found in sequence.logprobs[first:]]
         return CompletionOutput(
             sequence.index,
             self._text(sequence),
             token_ids,
             sequence.finish_reason,
             sequence.stop_reason,
-            logprobs=[self._spell_logprobs(found) for found in sequence.logprobs[first:]] if asked else None,
-            cumulative_logprob=sum(found.logprob for found in sequence.logprobs) if asked else None,
+            logprobs=logprobs,
+            cumulative_logprob=sequence.cumulative_logprob if logprobs is not None else None,
         )
 
     def spell(self, end: HitEnd | None) -> HitEnd | None:
@@ -74,28 +78,29 @@ class OutputMaker:
             return None
         return self.tokenizer.decode([token], skip_special_tokens=False)
 
-    def _spell_logprobs(self, found: TokenLogprobs) -> PositionLogprobs:
+    def _spell_logprobs(self, found: TokenLogprobs, with_text: bool) -> PositionLogprobs:
+        spell = self._spell_token if with_text else lambda token: None
+        spelled = {found.token: Logprob(found.logprob, found.rank, spell(found.token))}
         likeliest = zip(found.top_tokens, found.top_logprobs, strict=True)
-        spelled = {found.token: Logprob(found.logprob, found.rank, self._spell_token(found.token))}
         for rank, (token, logprob) in enumerate(likeliest, start=1):
-            spelled.setdefault(token, Logprob(logprob, rank, self._spell_token(token)))
+            if token not in spelled:
+                spelled[token] = Logprob(logprob, rank, spell(token))
         return spelled
 
     def _text(self, sequence: Sequence) -> str:
         """All of it, or where it streams what is new and certain."""
-        request = sequence.request
+        sampling = sequence.request.sampling
         if sequence.text is not None:
             if sequence.finish_reason is not None:
                 sequence.text.finish()
             return sequence.text.take()
         token_ids = sequence.output_token_ids
-        if sequence.finish_reason == "stop":
+        if sequence.finish_reason == "stop" and not sampling.include_stop_str_in_output:
             token_ids.pop()  # the token that ended it is no text
-        if self.tokenizer is None or not token_ids or not request.sampling.detokenize:
+        if self.tokenizer is None or not token_ids or not sampling.detokenize:
             return ""
-        sampling = request.sampling
         return self.tokenizer.decode_output(
-            request.prompt_token_ids,
+            sequence.request.prompt_token_ids,
             token_ids,
             sampling.skip_special_tokens,
             sampling.spaces_between_special_tokens,

@@ -23,7 +23,8 @@ Prompt = str | Sequence[int] | np.ndarray | Mapping[str, Any]
 
 
 class PromptReader:
-    """Knows what fits: `vocab_size` tokens, `max_model_len` positions, what `check_fits` lets pass, ids not taken."""
+    """Knows what fits: `vocab_size` tokens, `max_model_len` positions, what `check_fits` and `check_rules` let pass,
+    ids not taken."""
 
     def __init__(
         self,
@@ -33,6 +34,7 @@ class PromptReader:
         vocab_size: int,
         max_model_len: int,
         check_fits: Callable[[int], None],
+        check_rules: Callable[[SamplingParams], Any],
         is_taken: Callable[[str], bool],
         logits_processors: Mapping[str, Callable] | None = None,
     ):
@@ -41,10 +43,12 @@ class PromptReader:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.check_fits = check_fits
+        self.check_rules = check_rules
         self.is_taken = is_taken
         self.logits_processors = logits_processors or {}
         self.request_ids = itertools.count()
         self._warned_prefix_pos = False
+        self._checked: SamplingParams | None = None  # the last that was found good: often one is for all
 
     def read(
         self, prompts, params, positions, before, modes, *, streams: bool = False
@@ -64,7 +68,7 @@ class PromptReader:
                     raise ValueError(f"request_id {request.request_id!r} is taken")
                 ids.add(request.request_id)
                 requests[index] = request
-            except (ValueError, TypeError, OverflowError) as error:
+            except (ValueError, TypeError, OverflowError, RecursionError) as error:
                 errors[index] = str(error)
         return requests, errors
 
@@ -113,6 +117,8 @@ class PromptReader:
         )
 
     def _check_sampling(self, sampling: SamplingParams) -> None:
+        if sampling is self._checked:
+            return
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             tokens = dict(sampling.logit_bias) if name == "logit_bias" else getattr(sampling, name) or ()
             if bad := [token for token in tokens if not 0 <= token < self.vocab_size]:
@@ -128,6 +134,8 @@ class PromptReader:
                     f"logits_processors must be among those given to LLM(logits_processors={{name: function}}), which "
                     f"are compiled with the step ({names}), got {process!r}"
                 )
+        self.check_rules(sampling)
+        self._checked = sampling
 
     def _check_tokens(self, token_ids: Sequence[int], what: str) -> None:
         vocab, longest = self.vocab_size, self.max_model_len
@@ -185,7 +193,7 @@ class PromptReader:
         for message in messages:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise ValueError(f'a message must be a dict with a "role", got {message!r:.80}')
-        return copy.deepcopy([*(above.messages if above else ()), *messages])
+        return copy.deepcopy([*(above.messages if above else ()), *map(_join_parts, messages)])
 
     def _need_tokenizer(self) -> None:
         if self.tokenizer is None:
@@ -232,6 +240,16 @@ class PromptReader:
 
     def _without_bos(self, ids: list[int]) -> list[int]:
         return ids[1:] if ids[:1] == [self.tokenizer.bos_id] else ids
+
+
+def _join_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Content in parts, as OpenAI's messages may have it, becomes one text: as in vLLM each part is a line."""
+    if not isinstance(parts := message.get("content"), list):
+        return message
+    for part in parts:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(f'a part of a message must be {{"type": "text", "text": …}}, got {part!r:.80}')
+    return {**message, "content": "\n".join(part["text"] for part in parts)}
 
 
 def _token_list(tokens: Any) -> list[int]:

@@ -26,20 +26,23 @@ class SamplingParams:
 
     n: answers to one prompt, which share its pages; best_of is refused. temperature: 0 is greedy. top_k: 0 or -1 is
     off. top_p: in (0, 1]; the smallest set of tokens of at least this mass. min_p: in [0, 1]; tokens at least so many
-    times as likely as the likeliest. seed: None draws a fresh one for each request; the n answers differ. A positive
-    presence_penalty or frequency_penalty (in [-2, 2]) lowers the scores of tokens of the output, a repetition_penalty
-    over 1 those of prompt and output. logit_bias: what is added to the scores of tokens, within [-100, 100].
-    allowed_token_ids: no others. bad_words: texts whose tokens never follow one another in the output.
+    times as likely as the likeliest. seed: None or -1 draws a fresh one for each request; the n answers differ. A
+    positive presence_penalty or frequency_penalty (in [-2, 2]) lowers the scores of tokens of the output, a
+    repetition_penalty over 1 those of prompt and output. logit_bias: what is added to the scores of tokens, within
+    [-100, 100].
+    allowed_token_ids: no others. bad_words: texts whose tokens never follow one another in the output, as they stand
+    and behind a space. Where all of these leave no token, the answer ends with "length" and says so.
     logits_processors: of those that the engine was built with, by name or themselves; they come last.
 
     max_tokens: None is as many as the model's context and the pool take; 0 only scores the prompt. min_tokens: no
-    earlier end. stop: strings that end the output, and are part of its text with include_stop_str_in_output.
-    stop_token_ids: tokens that end it, and stay in the ids. ignore_eos: go on after the model's own end tokens.
+    end token before, no stop string up to there; the room for the answer ends it all the same. stop: strings that end
+    the output. stop_token_ids: tokens that end it, and stay in the ids. With include_stop_str_in_output what ends it is
+    part of its text. ignore_eos: go on after the model's own end tokens.
 
     logprobs: with each token its log-probability and those of so many likeliest ones (at most 20), before all of the
     above. prompt_logprobs: the same for the prompt's tokens; the positions before them are computed for that, on top of
-    the K and V that are cached. detokenize: False gives no text. skip_special_tokens: leave them out of it.
-    spaces_between_special_tokens: False puts none around those that are in it.
+    the K and V that are cached. detokenize: False gives no text, of these tokens neither. skip_special_tokens: leave
+    them out of it. spaces_between_special_tokens: False puts none around those that are in it.
 
     Raises ValueError for a value out of range, TypeError for one of the wrong kind.
     """
@@ -89,13 +92,15 @@ class SamplingParams:
                 raise ValueError("allowed_token_ids must name a token, or be None for all")
         for name in ("stop_token_ids", "allowed_token_ids"):
             for token in getattr(self, name) or ():
-                _require_number(name, token, Integral)
+                require_number(name, token, Integral)
         object.__setattr__(self, "logit_bias", _as_biases(self.logit_bias))
+        if self.seed == -1:
+            object.__setattr__(self, "seed", None)
         for name, kind, low, high, allowed in _RANGES:
             value = getattr(self, name)
             if value is None and name in _OPTIONAL:
                 continue
-            _require_number(name, value, kind)
+            require_number(name, value, kind)
             if not low <= value <= high or (value == low and allowed.startswith("in (")):
                 raise ValueError(f"{name} must be {allowed}, got {value}")
         if self.max_tokens == 0 and self.prompt_logprobs is None:
@@ -125,7 +130,7 @@ _RANGES = (  # name, kind, least, most, in words
     ("top_p", Real, 0, 1, "in (0, 1]"),
     ("top_k", Integral, -1, 2**31 - 1, "-1 or 0, for off, or a positive int32"),
     ("min_p", Real, 0, 1, "in [0, 1]"),
-    ("seed", Integral, 0, 2**64 - 1, "in [0, 2**64)"),
+    ("seed", Integral, 0, 2**64 - 1, "-1, for none, or in [0, 2**64)"),
     ("max_tokens", Integral, 0, 2**31 - 1, "at least 1"),
     ("min_tokens", Integral, 0, 2**31 - 1, "at least 0"),
     ("logprobs", Integral, 0, MAX_LOGPROBS, f"in [0, {MAX_LOGPROBS}]"),
@@ -140,8 +145,8 @@ def _as_biases(biases: Mapping | tuple | None) -> tuple[tuple[int, float], ...]:
     clamped = {}
     for token, bias in dict(biases or ()).items():
         token = int(token) if isinstance(token, str) and token.isdecimal() else token
-        _require_number("a token in logit_bias", token, Integral)
-        _require_number(f"the bias of token {token}", bias, Real)
+        require_number("a token in logit_bias", token, Integral)
+        require_number(f"the bias of token {token}", bias, Real)
         if not abs(bias) <= MAX_FLOAT32:
             raise ValueError(f"the bias of token {token} must be finite, got {bias}")
         clamped[int(token)] = min(100.0, max(-100.0, float(bias)))
@@ -154,7 +159,7 @@ def _as_tuple(name: str, value: Iterable | None) -> tuple:
     return tuple(() if value is None else value)
 
 
-def _require_number(name: str, value: object, kind: type) -> None:
+def require_number(name: str, value: object, kind: type) -> None:
     if isinstance(value, bool) or not isinstance(value, kind):
         what = "an integer" if kind is Integral else "a number"
         raise TypeError(f"{name} must be {what}, got {value!r}")
@@ -204,8 +209,8 @@ class Sequence:
     __slots__ = (
         "request", "tokens", "prompt_len", "order", "seed", "index", "leader", "computed_len", "scored_len", "pending",
         "row", "table", "prefixes", "planned_step", "num_cached_tokens", "num_published_tokens", "hit_end", "rules",
-        "first_token_time", "finished_time", "finish_reason", "stop_reason", "logprobs", "prompt_logprobs", "text",
-        "num_given", "due", "turn",
+        "first_token_time", "finished_time", "finish_reason", "stop_reason", "logprobs", "cumulative_logprob",
+        "prompt_logprobs", "text", "num_given", "num_unfinished", "due", "turn",
     )  # fmt: skip
 
     def __init__(self, request: Request, order: int, seed: int, index: int = 0, leader: Sequence | None = None):
@@ -232,8 +237,10 @@ class Sequence:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.logprobs: list[TokenLogprobs] = []  # of the output, where asked for
+        self.cumulative_logprob = 0.0
         self.prompt_logprobs: list[TokenLogprobs] = []  # of the prompt's tokens from score_from on
         self.text: OutputText | None = None  # with stop strings, or while it streams
+        self.num_unfinished = 0  # answers to its request, where it leads them
         self.num_given = 0  # tokens of the output that a result had, while it streams
         self.due = 0  # the start, counting all sequences', that a fair policy gives it at the latest
         self.turn: int | None = None  # in the forecast of its batch

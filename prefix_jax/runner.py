@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Int, Shaped, UInt32
 from tqdm import tqdm
 
 from pallas_kernels import BESIDE_OPTIONS, Merge, Scales, Tiles, is_compiled, paged_attention
@@ -108,6 +108,8 @@ class Runner:
         self.write_pages(batch.arrivals)  # a copy may have read what a page held before
         for row, rules in batch.rules.items():
             self.rules = self._set_rules(self.rules, np.int32(row), rules)
+        for row, banned in batch.bans.items():
+            self.rules = self._set_bans(self.rules, np.int32(row), banned)
         found = self._run(self.steps[batch.bucket.name], batch.packed)
         self.last_tokens.copy_to_host_async()
         if not batch.wants_logprobs:
@@ -269,6 +271,7 @@ class Runner:
         self._change_pages = jit(change_pages).lower(self.page_table, *pair).compile()
         rules = no_rules(self.config.vocab_size)
         self._set_rules = jit(set_rules).lower(self.rules, np.int32(0), rules).compile(compiler_options=NO_TRIALS)
+        self._set_bans = jit(set_bans).lower(self.rules, np.int32(0), rules.banned).compile(compiler_options=NO_TRIALS)
         buckets = self.batcher.buckets
         with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
             compiled = {pool.submit(self.compile, bucket, self.num_pages): bucket for bucket in buckets}
@@ -329,6 +332,11 @@ def set_rules(rules: LogitRules, row: Int[Array, ""], of_row: RuleRow) -> LogitR
     """Replaces those of one row."""
     new = LogitRules(*of_row)
     return jax.tree.map(lambda all_rows, one: all_rows.at[row].set(one), rules, new)
+
+
+def set_bans(rules: LogitRules, row: Int[Array, ""], banned: UInt32[Array, " words"]) -> LogitRules:
+    """Replaces the banned tokens of one row."""
+    return rules._replace(banned=rules.banned.at[row].set(banned))
 
 
 def change_pages(

@@ -104,4 +104,10 @@ def _process(
     counts = rules.counts[rows.row]
     contexts = rows.position, rows.last_token, counts >> 1, counts & 1 > 0
     processed = jax.vmap(lambda row, *context: process(row, LogitsContext(*context)))(logits, *contexts)
+    kinds = [(a.shape[1:], a.dtype) for a in jax.tree.leaves(processed)]
+    if kinds != [(logits.shape[1:], logits.dtype)]:
+        got = ", ".join(f"{dtype}{list(shape)}" for shape, dtype in kinds) or "nothing"
+        raise ValueError(
+            f"the logits processor {process!r} must return {logits.dtype}{list(logits.shape[1:])}, got {got}"
+        )
     return jnp.where(asks[:, None], processed, logits)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from bisect import insort
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -106,7 +106,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []  # the oldest first
         self.free_rows = list(range(max_num_seqs - 1, -1, -1))
-        self.finished: list[Sequence] = []  # since the engine last took them
+        self.finished: deque[Sequence] = deque()  # since the engine last took them
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
 
     def check_fits(self, length: int) -> None:
@@ -305,11 +305,11 @@ class Scheduler:
             plan.copies.append(table.copy)
         if self.caching:
             self._find_prefixes(sequence)
-        if sequence.leader is not None:
+        if sequence.leader is not None and len(sequence.tokens) == sequence.prompt_len:
             self.counts["forked_tokens"] += sequence.computed_len
         else:
             self.counts["cached_tokens"] += sequence.computed_len
-            if sequence.num_cached_tokens is None:
+            if sequence.num_cached_tokens is None and sequence.leader is None:
                 self._count_hit(sequence)
         if length := self._chunk_len(sequence, sequence.remaining, plan):
             self._plan_chunk(sequence, length, plan)

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int, UInt32
 
 from prefix_jax.forest import Costs, PerChunk, Run, choose_runs
 from prefix_jax.request import Sequence
@@ -196,7 +196,7 @@ def _sizes(smallest: int, largest: int, step: int) -> list[int]:
 class StepBatch:
     """One step for the device. Before it, `copies` (page from, page to), then `arrivals` (page, values), and
     `early_changes` of the page table (flat index, page), which did not fit into the step, are to be applied, and
-    `rules` of rows."""
+    `rules` of rows, and `bans` of rows whose other rules stay."""
 
     bucket: Bucket
     packed: Int[np.ndarray, " packed_len"]
@@ -204,6 +204,7 @@ class StepBatch:
     early_changes: Int[np.ndarray, "2 n"]
     arrivals: dict[int, Any]
     rules: dict[int, RuleRow] = field(default_factory=dict)
+    bans: dict[int, UInt32[np.ndarray, " words"]] = field(default_factory=dict)
     wants_logprobs: bool = False
 
 
@@ -230,6 +231,7 @@ class Batcher:
     def forget_rows(self) -> None:
         self.owners: list[Sequence | None] = [None] * self.max_num_seqs
         self.ruled: dict[int, TokenRules] = {}  # rows whose rules on the device are not empty
+        self.ends: dict[int, list[int]] = {}  # of bad words, which rows ban on the device as their last tokens want it
         self.kept_for: tuple[bytes, bytes] | None = None  # rows and lengths whose runs are kept
         self.runs: list[Run] = []
         self.covered = np.zeros(self.max_num_seqs, np.int64)  # columns of each row that lie in kept runs
@@ -261,7 +263,7 @@ class Batcher:
             views["row"][first : min(first + written[i] - starts[i], ends[i])] = self.nowhere
         views["position"][:count] = np.arange(count) + np.repeat(starts - ends + lengths, lengths)
         self._fill_tokens(plan, ends, views)
-        rules = self._take_rules(plan)
+        rules, bans = self._take_rules(plan)
         self._fill_reads(plan, rows, ends, starts + lengths, views)
         early_changes = self._fill_changes(changes, views)
         tiles = tile_plan(
@@ -275,7 +277,7 @@ class Batcher:
         )
         bucket.fill_tiles(tiles, views)
         wants_logprobs = bool((views["num_logprobs"] >= 0).any())
-        return StepBatch(bucket, packed, plan.copies, early_changes, plan.arrivals, rules, wants_logprobs)
+        return StepBatch(bucket, packed, plan.copies, early_changes, plan.arrivals, rules, bans, wants_logprobs)
 
     def _shared_runs(self, rows, starts, lengths, changes: Int[np.ndarray, "3 n"]) -> list[Run]:
         """The runs of pages that are worth tiles of their own; kept while the rows stay and no shared page changes."""
@@ -348,9 +350,11 @@ class Batcher:
             views["num_logprobs"][here] = chunk.sequence.request.sampling.prompt_logprobs
             views["target"][here] = chunk.sequence.tokens[scored[0] + 1 : scored[-1] + 2]
 
-    def _take_rules(self, plan: StepPlan) -> dict[int, RuleRow]:
-        """The rows whose rules the device does not know yet: of new owners, and where they hang on the last tokens."""
+    def _take_rules(self, plan: StepPlan) -> tuple[dict[int, RuleRow], dict[int, UInt32[np.ndarray, " words"]]]:
+        """The rows whose rules the device does not know yet: of new owners, and the bans of those whose last tokens
+        begin another bad word than before."""
         rules: dict[int, RuleRow] = {}
+        bans: dict[int, UInt32[np.ndarray, " words"]] = {}
         for chunk in plan.chunks:
             row, sequence = chunk.row, chunk.sequence
             own = sequence.rules
@@ -358,13 +362,16 @@ class Batcher:
                 self._set_owner(row, sequence)
                 if own is not None:
                     rules[row] = own.row(sequence.tokens)
+                    self.ends[row] = own.ends_of_phrases(sequence.tokens)
                 elif (former := self.ruled.pop(row, None)) is not None:
                     rules[row] = no_rules(former.vocab_size)
             elif own is not None and own.needs_tokens:
-                rules[row] = own.row(sequence.tokens)
+                ends = own.ends_of_phrases(sequence.tokens)
+                if ends != self.ends[row]:
+                    bans[row], self.ends[row] = own.bans(ends), ends
             if own is not None:
                 self.ruled[row] = own
-        return rules
+        return rules, bans
 
     def _set_owner(self, row: int, sequence: Sequence) -> None:
         asked = sequence.request.sampling

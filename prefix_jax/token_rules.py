@@ -29,7 +29,8 @@ class RuleRow(NamedTuple):
 
 class TokenRules:
     """The rules of one request. bad_words: token ids that never follow one another in its output. end_ids: that may not
-    come before min_tokens. processors: which of the engine's logits processors it wants, by number."""
+    come before min_tokens. processors: which of the engine's logits processors it wants, by number. ValueError where
+    they leave no token to begin with."""
 
     def __init__(
         self,
@@ -55,6 +56,13 @@ class TokenRules:
         early = np.zeros(vocab_size, bool)
         if sampling.min_tokens:
             early[list(end_ids)] = True
+        if banned.all():
+            raise ValueError("allowed_token_ids and bad_words leave no token")
+        if (banned | early).all():
+            raise ValueError(
+                f"allowed_token_ids and bad_words leave only tokens that end the answer, min_tokens is "
+                f"{sampling.min_tokens}"
+            )
         self.banned, self.banned_early = _pack(banned), _pack(early)
 
     @property
@@ -64,22 +72,35 @@ class TokenRules:
 
     def ends_of_phrases(self, tokens: array) -> list[int]:
         """The tokens that would complete a bad word behind these."""
-        output = tokens[self.prompt_len :]
+        output_len = len(tokens) - self.prompt_len
         return [
             phrase[-1]
             for phrase in self.phrases
-            if len(output) >= len(phrase) - 1 and output[1 - len(phrase) :].tolist() == phrase[:-1]
+            if output_len >= len(phrase) - 1 and tokens[1 - len(phrase) :].tolist() == phrase[:-1]
         ]
+
+    def bans(self, ends: Iterable[int]) -> UInt32[np.ndarray, " words"]:
+        """The banned tokens, with these ends of phrases."""
+        banned = self.banned.copy()
+        for token in ends:
+            banned[token // 32] |= np.uint32(1 << token % 32)
+        return banned
+
+    def leave_none(self, tokens: array) -> bool:
+        """Whether the phrases that these tokens begin leave no token to follow them."""
+        if not (ends := self.ends_of_phrases(tokens)):
+            return False
+        banned = self.bans(ends)
+        if len(tokens) < self.prompt_len + self.sampling.min_tokens:
+            banned |= self.banned_early
+        return int(np.bitwise_count(banned).sum()) == self.vocab_size
 
     def row(self, tokens: array) -> RuleRow:
         """For what is drawn behind these tokens, all that there are; the device counts the last one itself."""
-        banned = self.banned.copy()
-        for token in self.ends_of_phrases(tokens):
-            banned[token // 32] |= np.uint32(1 << token % 32)
         counts = np.zeros(self.vocab_size, np.int32)
-        tokens = np.asarray(tokens)
-        np.add.at(counts, tokens[self.prompt_len : -1], 2)
-        counts[tokens[: self.prompt_len]] += 1  # each once, however often it occurs
+        known = np.asarray(tokens)
+        np.add.at(counts, known[self.prompt_len : -1], 2)
+        counts[known[: self.prompt_len]] += 1  # each once, however often it occurs
         sampling = self.sampling
         biases = np.zeros((2, MAX_BIASES), np.float32)
         if sampling.logit_bias:
@@ -87,14 +108,14 @@ class TokenRules:
         return RuleRow(
             asks=np.int32(self.asks),
             prompt_len=np.int32(self.prompt_len),
-            until=np.int32(self.prompt_len + sampling.min_tokens),
+            until=np.int32(min(self.prompt_len + sampling.min_tokens, np.iinfo(np.int32).max)),
             num_biases=np.int32(len(sampling.logit_bias)),
             penalties=np.array(
                 (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty), np.float32
             ),
             bias_token=biases[0].astype(np.int32),
             bias=biases[1],
-            banned=banned,
+            banned=self.bans(self.ends_of_phrases(tokens)),
             banned_early=self.banned_early,
             counts=counts,
         )

@@ -40,11 +40,13 @@ class Tokenizer:
         bos_id: int | None = None,
         eos_ids: Iterable[int] = (),
         chat_template: str | None = None,
+        tool_template: str | None = None,
         add_bos: bool | None = None,
     ):
         self._backend = backend
         self._special_tokens = dict(special_tokens or {})
         self.chat_template = chat_template
+        self.tool_template = tool_template  # for chats with tools, where that is another
         own_ids = {name: backend.token_to_id(text) for name, text in self._special_tokens.items()}
         for name in ("bos_token", "eos_token"):
             if name in own_ids and own_ids[name] is None:
@@ -73,7 +75,10 @@ class Tokenizer:
     def save(self, folder: Path) -> None:
         """As a Hugging Face folder has it, but for the EOS ids, which stand in its config.json."""
         self._backend.save(str(folder / "tokenizer.json"))
-        config = {**self._special_tokens, "add_bos_token": self._add_bos, "chat_template": self.chat_template}
+        named = {"default": self.chat_template, "tool_use": self.tool_template}
+        templates = [{"name": name, "template": template} for name, template in named.items() if template is not None]
+        template = templates if self.tool_template is not None else self.chat_template
+        config = {**self._special_tokens, "add_bos_token": self._add_bos, "chat_template": template}
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 
     @cached_property
@@ -98,9 +103,10 @@ class Tokenizer:
         return [self.bos_id, *ids] if self._add_bos and ids[:1] != [self.bos_id] else ids
 
     def encode_word(self, text: str) -> list[list[int]]:
-        """The ids that a text may have inside another: at its beginning, and behind a space."""
-        ways = [self.encode_rendered(text), self.encode_rendered(" " + text.lstrip())]
-        return [ids for i, ids in enumerate(ways) if ids and ids not in ways[:i]]
+        """The ids that a text may have inside another: at its beginning, and behind a space if it has none."""
+        ways = [text] if text[0].isspace() else [text, " " + text]
+        encoded = [self.encode_rendered(way) for way in ways]
+        return [ids for i, ids in enumerate(encoded) if ids and ids not in encoded[:i]]
 
     def decode(
         self, ids: Sequence[int], skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
@@ -134,21 +140,26 @@ class Tokenizer:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """The chat template (None: the tokenizer's own) over `messages` (role, content). continue_final_message: the
-        text ends with the last message's content, for the model to go on. tools: JSON schemas of functions that the
-        template tells the model of. ValueError without a template, or when it refuses."""
-        if chat_template is None and self.chat_template is None:
+        """The chat template (None: the tokenizer's own, with `tools` the one that it has for them) over `messages`
+        (role, content). continue_final_message: the text ends with the last message's content, for the model to go on.
+        tools: JSON schemas of functions that the template tells the model of. ValueError without a template, or for
+        whatever it raises."""
+        own = self.tool_template if tools and self.tool_template is not None else self.chat_template
+        template = own if chat_template is None else chat_template
+        if template is None:
             raise ValueError("the tokenizer has no chat template; pass the prompt as text or token ids")
         if continue_final_message and add_generation_prompt:
             raise ValueError("continue_final_message and add_generation_prompt exclude each other")
+        if continue_final_message:
+            messages = _marked(messages)
         try:
-            text = _compile_template(self.chat_template if chat_template is None else chat_template).render(
+            text = _compile_template(template).render(
                 messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt,
                 **self._special_tokens,
             )  # fmt: skip
-        except (jinja2.TemplateError, TypeError) as error:
+        except Exception as error:  # a template is a program
             raise ValueError(f"the chat template refused the messages: {error}") from error
-        return _cut_behind(text, messages[-1]) if continue_final_message else text
+        return _cut_at_mark(text) if continue_final_message else text
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
         """Ids of the rendered chat; the template alone says which special tokens there are."""
@@ -297,14 +308,23 @@ def _compile_template(source: str) -> jinja2.Template:
     return environment.from_string(source)
 
 
-def _cut_behind(text: str, message: Mapping[str, Any]) -> str:
-    """A rendered chat up to the end of the content of its last message."""
-    content = message.get("content")
-    place = text.rfind(content.strip()) if isinstance(content, str) and content.strip() else -1
+_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' own, which templates may know
+
+
+def _marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """With a mark behind the content of the last message."""
+    content = messages[-1].get("content")
+    if not isinstance(content, str) or not content.strip():
+        raise ValueError(f"there is no content to continue in the last message: {messages[-1]!r:.80}")
+    return [*messages[:-1], {**messages[-1], "content": content + _MARK}]
+
+
+def _cut_at_mark(text: str) -> str:
+    """A rendered chat up to its mark, without spaces there if the template strips them."""
+    place = text.rfind(_MARK.strip())
     if place < 0:
-        raise ValueError(f"there is no content to continue in the last message, as it was rendered: {message!r:.80}")
-    kept = content.lstrip()  # by templates that keep spaces at the end
-    return text[: place + len(kept if text.startswith(kept, place) else content.strip())]
+        raise ValueError("there is no content to continue: the chat template does not show that of the last message")
+    return text[:place] if text.startswith(_MARK, place) else text[:place].rstrip()
 
 
 def _common_start(ids: list[int], others: Iterable[list[int]]) -> list[int]:
@@ -337,9 +357,10 @@ def _from_folder(folder: Path) -> Tokenizer:
         if name.endswith("_token") and isinstance(value, (str, Mapping))
     }
     stated_eos = [model_config.get("eos_token_id") for model_config in model_configs]
-    chat_template = config.get("chat_template")
+    chat_template, tool_template = config.get("chat_template"), None
     if isinstance(chat_template, list):
-        chat_template = next((entry["template"] for entry in chat_template if entry["name"] == "default"), None)
+        named = {entry["name"]: entry["template"] for entry in chat_template}
+        chat_template, tool_template = named.get("default"), named.get("tool_use")
     if (folder / "chat_template.jinja").exists():
         chat_template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
     return Tokenizer(
@@ -348,6 +369,7 @@ def _from_folder(folder: Path) -> Tokenizer:
         bos_id=model_configs[0].get("bos_token_id"),
         eos_ids={eos for stated in stated_eos for eos in (stated if isinstance(stated, list) else [stated])} - {None},
         chat_template=chat_template,
+        tool_template=tool_template,
         add_bos=config.get("add_bos_token"),
     )
 

@@ -10,9 +10,10 @@ from jaxtyping import install_import_hook
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED_DATA = ROOT.parent / "shared" / "data"
-# Not request.py and llm.py: they judge what callers pass, and tests pass them nonsense on purpose.
+# Not these: they judge what callers pass, and tests pass them nonsense on purpose.
+OUTER_MODULES = ("request", "llm", "beam_search", "sglang")
 INNER_MODULES = {
-    f"prefix_jax.{path.stem}" for path in (ROOT / "prefix_jax").iterdir() if path.stem not in ("request", "llm")
+    f"prefix_jax.{path.stem}" for path in (ROOT / "prefix_jax").iterdir() if path.stem not in OUTER_MODULES
 }
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax is first imported

@@ -93,9 +93,9 @@ def forget_engines() -> None:
 def make_llm(folder: Path | None = None, **options) -> LLM:
     """An engine with an empty cache, counting from zero; built when first asked for."""
     llm = _built(folder or tiny_folder(), **{**SMALL, "check": True, **options})
-    assert not llm.engine.sequences, "an earlier test left requests behind"
     llm.engine.scheduler.max_num_batched_tokens = llm.engine.max_num_batched_tokens
     forget(llm)
+    assert not llm.engine.sequences, "an earlier test left requests behind"
     return llm
 
 

@@ -178,7 +178,7 @@ class FakeEngine:
         self.collect()
         self.in_flight = launched
         self.finished += self.scheduler.finished
-        self.scheduler.finished = []
+        self.scheduler.finished.clear()
         self.plans.append(plan)
         self.check()
         return plan

@@ -82,6 +82,16 @@ def test_with_on_error_return_the_others_run(llm):
         assert all(output.error for output in generate(llm, only_bad, on_error="return"))
 
 
+def test_a_message_without_end_is_refused(llm):
+    endless: list = []
+    for _ in range(100_000):
+        endless = [endless]
+    chat = {"messages": [{"role": "user", "content": "and?", "more": endless}]}
+    good, bad = generate(llm, ["the hen", chat], on_error="return")
+    check_greedy([good])
+    assert "recursion" in bad.error
+
+
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_one_too_long_prompt_leaves_the_order_as_it_is(llm, place):
     """vllm#1655, vllm#16732 (C32)."""
@@ -135,8 +145,8 @@ def test_bad_options_show_what_was_got(llm, options, error):
         ({"top_k": 1.5}, "top_k must be an integer, got 1.5"),
         ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
         ({"max_tokens": True}, "max_tokens must be an integer, got True"),
-        ({"seed": -1}, "seed must be in"),
-        ({"seed": 2**64}, "seed must be in"),
+        ({"seed": -2}, r"seed must be -1, for none, or in \[0"),
+        ({"seed": 2**64}, "seed must be -1"),
         ({"stop": ["a", ""]}, "stop must be non-empty strings, got ''"),
         ({"stop": [5]}, "stop must be non-empty strings, got 5"),
         ({"stop_token_ids": ["a"]}, "stop_token_ids must be an integer, got 'a'"),

@@ -3,6 +3,7 @@
 import itertools
 import threading
 
+import jax
 import numpy as np
 import pytest
 from engines import (
@@ -15,6 +16,7 @@ from engines import (
     check_greedy,
     compiling_once,
     family,
+    forget,
     generate,
     greedy,
     make_llm,
@@ -26,6 +28,7 @@ from engines import (
 from scipy.special import log_softmax
 
 from prefix_jax import BeamSearchParams, SamplingParams, sglang
+from prefix_jax.output_text import OutputText
 
 
 def answers_of(outputs) -> list[list[list[int]]]:
@@ -76,6 +79,14 @@ def test_each_answer_is_reproducible_and_none_is_another():
     assert answers_of(generate(make_llm(), prompts[:1], sampled(n=1)))[0][0] == alone[0][0]
 
 
+def test_what_a_follower_finds_when_it_resumes_is_cached_and_not_forked():
+    llm = make_llm(**TIGHT)
+    (prompt,) = random_prompts(19, 20)
+    (output,) = generate(llm, [prompt], sampled(20, n=3))
+    assert llm.stats["preemptions"] > 0 and llm.stats["forked_tokens"] == 2 * 19
+    assert llm.stats["cached_tokens"] > 0 == output.num_cached_tokens and llm.stats["prompt_tokens"] == 20
+
+
 def test_greedy_answers_are_alike_and_more_than_there_are_rows():
     llm = make_llm(**TINY)
     (prompt,) = random_prompts(22, 21)
@@ -93,6 +104,20 @@ def test_an_answer_may_end_before_the_first_begins_to_share():
     (zero,) = generate(llm, [prompt], greedy(0, n=3, prompt_logprobs=0))
     assert answers_of([zero]) == [[[], [], []]] and len(zero.prompt_logprobs) == 21
     llm.abort("nobody")
+
+
+def test_a_request_ends_when_its_last_answer_does():
+    llm = make_llm()
+    (prompt,) = random_prompts(33, 9)
+    (plain,) = generate(llm, [prompt], sampled(12, n=2))
+    stop = next(token for token in plain.outputs[1].token_ids[1:6] if token not in plain.outputs[0].token_ids)
+    stopped, ends = sampled(12, n=2, stop_token_ids=[stop]), []
+    finish = llm.engine.scheduler.finish
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm.engine.scheduler, "finish", lambda *all: (ends.append(all[0]), finish(*all))[1])
+        (output,) = generate(llm, [prompt], stopped)
+    assert [sequence.index for sequence in ends] == [1, 0]
+    assert output.metrics.finished_time == ends[1].finished_time > ends[0].finished_time
 
 
 def test_an_abort_ends_all_answers(monkeypatch):
@@ -207,13 +232,96 @@ def test_min_tokens_holds_against_every_kind_of_end():
     assert len(exact.outputs[0].token_ids) == 10
 
 
+@pytest.mark.parametrize(
+    ("stop", "min_tokens", "pushed"), [("c", 0, 3), ("c", 2, 3), ("c", 3, 6), ("bcd", 3, 4), ("bcd", 4, 6)]
+)
+def test_a_stop_string_that_the_last_of_min_tokens_completes_does_not_count(stop, min_tokens, pushed):
+    """As in vLLM, which looks for stop strings in what comes behind min_tokens."""
+    tokenizer = make_llm().tokenizer
+    text = OutputText(tokenizer, [], SamplingParams(stop=stop, min_tokens=min_tokens))
+    found = [text.push(token) for token in tokenizer.encode("abcdef")[:pushed]]
+    assert found == [None] * (pushed - 1) + [stop if pushed < 6 else None]
+
+
+@pytest.mark.parametrize("stop", [(), ("never said",)])
+def test_what_ended_it_is_text_on_demand(stop):
+    """Of stop tokens and the model's own end tokens, too."""
+    (prompt,) = random_prompts(27, 12)
+    allowed = range(4, 260)
+    plain = generate(make_llm(), [prompt], sampled(12, allowed_token_ids=allowed))[0].outputs[0]
+    end = plain.token_ids[7]
+    tokens = plain.token_ids[: plain.token_ids.index(end) + 1]
+    for llm, params in [
+        (make_llm(), {"stop_token_ids": [end]}),
+        (make_llm(tiny_folder(eos_token_id=end)), {"ignore_eos": False}),
+    ]:
+        for include, shown in [(False, tokens[:-1]), (True, tokens)]:
+            options = {"stop": stop, "include_stop_str_in_output": include, "allowed_token_ids": allowed}
+            asked = sampled(12, **options, **params)
+            (output,) = generate(llm, [prompt], asked)
+            text = llm.tokenizer.decode_output(prompt, shown)
+            assert (output.outputs[0].text, output.outputs[0].token_ids) == (text, tokens)
+            assert joined(llm.stream([prompt], asked))[0, 0] == (text, tokens, "stop")
+
+
+@pytest.mark.parametrize("stop", [(), ("never said",)])
+def test_a_character_that_the_prompt_left_open_is_no_text_of_an_empty_answer(stop):
+    llm = make_llm()
+    prompt = llm.encode("the é")[:-1] + llm.tokenizer.encode_rendered("🙂")[:1]
+    assert llm.tokenizer.decode(prompt).endswith("\ufffd")
+    (said,) = tokens_of(generate(llm, [prompt], sampled(1)))
+    asked = sampled(9, stop_token_ids=said, stop=stop)
+    (output,) = generate(llm, [prompt], asked)
+    assert joined(llm.stream([prompt], asked))[0, 0] == (output.outputs[0].text, said, "stop") == ("", said, "stop")
+
+
 def test_a_stream_that_is_left_leaves_nothing_behind():
     llm = make_llm()
     for _, _ in zip(llm.stream(random_prompts(28, 9, 9), sampled(50)), range(3), strict=False):
         pass
-    assert not llm.engine.sequences and not llm._inboxes and not llm.engine.has_work
+    assert not llm._inboxes
+    llm.reset_prefix_cache()
+    assert not llm.engine.sequences and len(llm.engine.cache.pool) == llm.engine.runner.num_pages
     with pytest.raises(ValueError, match=r"prompts\[0\]: the prompt is empty"):
         llm.stream([[]])
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_a_stream_that_ends_inside_a_step_steps_no_further(started, monkeypatch):
+    """Garbage collection ends a stream anywhere, also in the thread that holds the lock."""
+    llm = make_llm()
+    left, kept = random_prompts(34, 20, 21)
+    expected = generate(llm, [kept], sampled(20))[0].outputs
+    streams = [llm.stream([left], sampled(40))]
+    if started:
+        next(streams[0])
+    collect, count = llm.engine._collect, itertools.count()
+    monkeypatch.setattr(llm.engine, "_collect", lambda: (streams.clear() if next(count) == 4 else None, collect())[1])
+    assert generate(llm, [kept], sampled(20))[0].outputs == expected
+    assert not llm.engine.sequences and not streams
+
+
+def test_an_id_is_taken_from_the_call_on_and_free_once_the_stream_is_left():
+    llm = make_llm()
+    asked = {"prompt_token_ids": random_prompts(35, 9)[0], "request_id": "mine"}
+    first = llm.stream([asked], sampled(9))
+    for call in (llm.stream, llm.generate):
+        with pytest.raises(ValueError, match="'mine' is taken"):
+            call([asked], sampled(9))
+    expected = joined(first)
+    second = llm.stream([asked], sampled(9))
+    next(second)
+    second.close()
+    assert joined(llm.stream([asked], sampled(9))) == expected
+
+
+def test_a_stream_leaves_the_callers_device_alone():
+    """A context that is entered across a yield is the caller's, too."""
+    llm = make_llm(device="cpu")
+    stream = llm.stream(random_prompts(36, 9), sampled(3))
+    next(stream)
+    assert jax.config.jax_default_device is None
+    stream.close()
 
 
 def test_streams_of_two_threads_and_an_abort_from_a_third():
@@ -238,6 +346,28 @@ def test_streams_of_two_threads_and_an_abort_from_a_third():
     assert cut[2] == "abort" and 5 <= len(cut[1]) < 40 and cut[1] == expected[1][: len(cut[1])]
 
 
+@pytest.mark.parametrize("at_end", [False, True])
+def test_an_output_that_cannot_be_made_ends_its_request_alone(at_end, monkeypatch, caplog):
+    """Of one answer among several, while they grow or at the end."""
+    llm = make_llm()
+    prompts = random_prompts(37, 9, 12)
+    asked = [{"prompt_token_ids": prompt, "request_id": name} for prompt, name in zip(prompts, "ab", strict=True)]
+    expected = joined(llm.stream(asked[1:], sampled(8, n=2)))
+    make = llm.engine.outputs.make
+
+    def fail(request, answers, *, finished):
+        if request.request_id == "a" and len(answers[0].tokens) == 9 + 4 and bool(answers[0].finish_reason) == at_end:
+            raise KeyError("injected")
+        return make(request, answers, finished=finished)
+
+    monkeypatch.setattr(llm.engine.outputs, "make", fail)
+    deltas = list(llm.stream(asked, [sampled(4 if at_end else 8, n=3), sampled(8, n=2)]))
+    bad, good = ([delta for delta in deltas if delta.request_id == name] for name in "ab")
+    assert [delta.finished for delta in bad].count(True) == 1 and bad[-1].error == "'injected'"
+    assert {(0, index): said for (_, index), said in joined(good).items()} == expected
+    assert not llm.engine.has_work and not llm._inboxes and "injected" in caplog.text
+
+
 # Conversations --------------------------------------------------------------------------------------------------------
 
 
@@ -251,6 +381,12 @@ def test_chat_renders_one_conversation_or_many():
     assert tokens_of(many[:1]) == tokens_of([one]) and cached_of(many)[0] == len(one.prompt_token_ids) // 16 * 16
     (same,) = generate(llm, [one.prompt_token_ids], greedy(3))
     assert tokens_of([same]) == tokens_of([one])
+    parts = [{"type": "text", "text": "and"}, {"type": "text", "text": "?"}]
+    (joined_parts,) = llm.chat([{**user, "content": parts}], greedy(3), use_tqdm=False)
+    assert joined_parts.prompt == llm.tokenizer.render_chat([{**user, "content": "and\n?"}])
+    image = {"type": "image_url", "image_url": {"url": "x"}}
+    good, bad = llm.chat([[user], [{**user, "content": [image]}]], greedy(3), use_tqdm=False, on_error="return")
+    assert tokens_of([good]) == tokens_of([one]) and "a part of a message must be" in bad.error
     for wrong in ([], "hi", {}):
         with pytest.raises(ValueError, match="messages must be a conversation"):
             llm.chat(wrong, greedy(3))
@@ -272,6 +408,7 @@ def test_chat_goes_on_with_the_last_message_and_names_tools():
         ([user], {"continue_final_message": True}, "exclude each other"),
         ([{"role": "user", "content": " "}], how, "no content to continue"),
         ([user], {"chat_template": "{{ raise_exception('no') }}"}, "refused the messages: no"),
+        ([user], {"chat_template": "{{ 1 / 0 }}"}, "refused the messages: division by zero"),
     ]:
         with pytest.raises(ValueError, match=error):
             llm.chat(messages, greedy(3), **options)
@@ -314,14 +451,12 @@ def test_beams_are_those_of_a_search_by_hand():
     for output, prompt in zip(outputs, prompts, strict=True):
         expected = beams_by_hand(prompt, 3, 4)
         assert output.prompt_token_ids == prompt
-        assert [beam.token_ids for beam in output.beams] == [tokens for tokens, _ in expected]
-        np.testing.assert_allclose(
-            [beam.cumulative_logprob for beam in output.beams], [x for _, x in expected], atol=1e-2
-        )
-        assert {beam.finish_reason for beam in output.beams} == {"length"}
+        assert [beam.token_ids for beam in output.sequences] == [tokens for tokens, _ in expected]
+        np.testing.assert_allclose([beam.cum_logprob for beam in output.sequences], [x for _, x in expected], atol=1e-2)
+        assert {beam.finish_reason for beam in output.sequences} == {"length"}
     greedy_answer = tokens_of(generate(llm, prompts, greedy(4)))
     alone = llm.beam_search(prompts, BeamSearchParams(beam_width=1, max_tokens=4, ignore_eos=True))
-    assert [output.beams[0].token_ids for output in alone] == greedy_answer
+    assert [output.sequences[0].token_ids for output in alone] == greedy_answer
 
 
 def test_a_beam_ends_at_an_end_token_and_ranks_by_its_length():
@@ -329,21 +464,52 @@ def test_a_beam_ends_at_an_end_token_and_ranks_by_its_length():
     (said,) = tokens_of(generate(make_llm(), [prompt], greedy(4)))
     llm = make_llm(tiny_folder(eos_token_id=said[2]))
     (output,) = llm.beam_search([prompt], BeamSearchParams(beam_width=2, max_tokens=6))
-    ended = [beam for beam in output.beams if beam.finish_reason == "stop"]
+    ended = [beam for beam in output.sequences if beam.finish_reason == "stop"]
     end = said.index(said[2])
     assert ended and ended[0].token_ids == said[: end + 1]
     assert ended[0].text == llm.tokenizer.decode_output(prompt, said[:end]), "the token that ended it is no text"
     scores = [
-        beam.cumulative_logprob / max(1, len(beam.token_ids) - (beam.finish_reason == "stop")) for beam in output.beams
+        beam.cum_logprob / max(1, len(beam.token_ids) - (beam.finish_reason == "stop")) for beam in output.sequences
     ]
     assert scores == sorted(scores, reverse=True)
     for bad in (
         {"beam_width": 11, "max_tokens": 3},
         {"beam_width": 0, "max_tokens": 3},
         {"beam_width": 1, "max_tokens": 0},
+        {"beam_width": 2.0, "max_tokens": 3},
+        {"beam_width": 2, "max_tokens": 3, "temperature": 0.5},
     ):
-        with pytest.raises(ValueError, match=r"must be .*, got "):
+        with pytest.raises((ValueError, TypeError), match=r"must be .*, got "):
             BeamSearchParams(**bad)
+
+
+def test_beams_keep_to_their_tenant_and_their_cache_mode():
+    llm = make_llm()
+    (prompt,) = random_prompts(38, 40)
+    params = BeamSearchParams(beam_width=2, max_tokens=3, ignore_eos=True)
+    (plain,) = llm.beam_search(prompt, params)
+    assert plain.sequences[0].tokens == prompt + plain.sequences[0].token_ids
+    forget(llm)
+    mine = {"prompt_token_ids": prompt, "cache_salt": "mine"}
+    assert llm.beam_search([mine], params) == [plain]
+    assert cached_of(generate(llm, [prompt, {**mine, "cache_salt": "yours"}, mine], greedy(1))) == [0, 0, 32]
+    forget(llm)
+    for silent in ({"cache_mode": "off"}, {"cache_mode": "read"}):
+        assert llm.beam_search([prompt], params, **silent) == [plain]
+        assert not list(llm.engine.cache.trie)
+    assert llm.beam_search([prompt], params, prefix_pos=32) == [plain] and llm.stats["pinned_pages"] == 2
+
+
+def test_beams_that_fill_the_context_stay_while_others_go_on():
+    llm = make_llm(**TINY)
+    prompts = random_prompts(39, 126, 20)
+    params = BeamSearchParams(beam_width=2, max_tokens=5, ignore_eos=True)
+    full, free = llm.beam_search(prompts, params)
+    assert [len(beam.tokens) for beam in full.sequences] == [128, 128]
+    assert full == llm.beam_search(prompts[:1], params)[0] and len(free.sequences[0].token_ids) == 5
+    small = make_llm(**{**TINY, "num_pages": 2})
+    (full,) = small.beam_search(prompts[0][:31], params)
+    assert [len(beam.tokens) for beam in full.sequences] == [33, 33], "as far as the pool goes"
 
 
 # SGLang's words -------------------------------------------------------------------------------------------------------
@@ -377,8 +543,76 @@ def test_sglangs_words_mean_the_same(engine):
     parts = list(engine.generate(text, asked, stream=True))
     assert parts[-1]["text"] == answer["text"] and parts[-1]["meta_info"]["finish_reason"]["type"] == "length"
     assert all(b["text"].startswith(a["text"]) for a, b in itertools.pairwise(parts)) and len(parts) == 6
+    assert [part["output_ids"] for part in parts] == [answer["output_ids"][: i + 1] for i in range(6)]
     engine.flush_cache()
     engine.shutdown()
+
+
+def test_sglangs_log_probabilities(engine):
+    llm = engine.llm
+    ids = random_prompts(43, 9)[0]
+    asked = {"temperature": 2.0, "max_new_tokens": 4, "ignore_eos": True, "sampling_seed": 3}
+    params = SamplingParams(temperature=2.0, max_tokens=4, ignore_eos=True, seed=3, logprobs=3, prompt_logprobs=3)
+    (expected,) = generate(llm, [ids], params)
+    plain = engine.generate(input_ids=ids, sampling_params=asked, return_logprob=True)["meta_info"]
+    own = [
+        entry[token].logprob
+        for entry, token in zip(expected.outputs[0].logprobs, expected.outputs[0].token_ids, strict=True)
+    ]
+    assert [entry[1:] for entry in plain["output_token_logprobs"]] == [(t, None) for t in expected.outputs[0].token_ids]
+    np.testing.assert_allclose([entry[0] for entry in plain["output_token_logprobs"]], own, atol=1e-3)
+    assert plain["input_token_logprobs"] == [] and not any("top" in key for key in plain)
+    how = {"return_logprob": True, "top_logprobs_num": 3, "return_text_in_logprobs": True, "logprob_start_len": 5}
+    for meta in (
+        engine.generate(input_ids=ids, sampling_params=asked, **how)["meta_info"],
+        list(engine.generate(input_ids=ids, sampling_params=asked, stream=True, **how))[-1]["meta_info"],
+    ):
+        np.testing.assert_allclose([entry[0] for entry in meta["output_token_logprobs"]], own, atol=1e-3)
+        text = [llm.tokenizer.decode([token], skip_special_tokens=False) for token in ids[5:]]
+        first, *others = meta["input_token_logprobs"]
+        assert first == (None, ids[5], text[0])
+        found = expected.prompt_logprobs[6:]
+        assert [entry[1:] for entry in others] == list(zip(ids[6:], text[1:], strict=True))
+        np.testing.assert_allclose(
+            [entry[0] for entry in others],
+            [of[token].logprob for of, token in zip(found, ids[6:], strict=True)],
+            atol=1e-3,
+        )
+        assert meta["input_top_logprobs"][0] is None and len(meta["input_top_logprobs"]) == 4
+        for entry, tops in zip(expected.outputs[0].logprobs, meta["output_top_logprobs"], strict=True):
+            assert [token for _, token, _ in tops] == sorted(entry, key=lambda token: -entry[token].logprob)[:3]
+
+
+def test_sglangs_answers_have_a_number_and_an_id_each(engine):
+    asked = [{"n": n, "max_new_tokens": 3, "ignore_eos": True} for n in (2, 1, 2)]
+    prompts = random_prompts(44, 5, 6, 7)
+    last = {part["index"]: part for part in engine.generate(input_ids=prompts, sampling_params=asked, stream=True)}
+    assert sorted(last) == [0, 1, 2, 3, 4] and len({part["meta_info"]["id"] for part in last.values()}) == 5
+    assert [last[i]["meta_info"]["prompt_tokens"] for i in range(5)] == [5, 5, 6, 7, 7]
+    whole = engine.generate(input_ids=prompts, sampling_params=asked)
+    assert len({part["meta_info"]["id"] for part in whole}) == 5
+
+
+def test_what_sglang_takes_is_taken(engine):
+    (ids,) = random_prompts(45, 6)
+    asked = {"temperature": 0, "max_new_tokens": 4, "ignore_eos": True}
+    expected = engine.generate(input_ids=ids, sampling_params=asked)["output_ids"]
+    for given in (np.array(ids), tuple(ids)):
+        assert engine.generate(input_ids=given, sampling_params=asked)["output_ids"] == expected
+    assert engine.generate(input_ids=np.array([ids, ids]), sampling_params=asked)[1]["output_ids"] == expected
+    assert engine.generate([]) == [] == engine.generate(input_ids=[], sampling_params=[])
+    with pytest.raises(ValueError, match="sampling_params has 0 entries for 2 prompts"):
+        engine.generate(["a", "b"], [])
+    unset = {**asked, "json_schema": None, "top_p": None, "n": None}
+    assert engine.generate(input_ids=ids, sampling_params=unset)["output_ids"] == expected
+    assert (
+        len(engine.generate(input_ids=ids * 41, sampling_params={**asked, "max_new_tokens": None})["output_ids"]) == 10
+    )
+    nothing = engine.generate(input_ids=ids, sampling_params={"max_new_tokens": 0})
+    assert (nothing["output_ids"], nothing["meta_info"]["finish_reason"]) == ([], {"type": "length", "length": 0})
+    stop = {**asked, "stop_token_ids": expected[1:2], "no_stop_trim": True}
+    decoded = engine.llm.tokenizer.decode_output(ids, expected[:2])
+    assert engine.generate(input_ids=ids, sampling_params=stop)["text"] == decoded
 
 
 def test_sglangs_unknown_words_are_refused_by_name(engine):
@@ -387,3 +621,7 @@ def test_sglangs_unknown_words_are_refused_by_name(engine):
     for both in ({"prompt": "a", "input_ids": [1]}, {}):
         with pytest.raises(ValueError, match="give prompt or input_ids"):
             engine.generate(**both)
+    with pytest.raises(
+        ValueError, match=r"unknown options of Engine: ep_size, log_level; known: .*context_length.*dtype"
+    ):
+        sglang.Engine(model_path=tiny_folder(), ep_size=2, context_length=64, log_level="error")

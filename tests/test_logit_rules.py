@@ -1,5 +1,6 @@
 """Penalties, biases and bans against numpy: the kernels, one row's arrays, and the whole engine against the oracle."""
 
+import itertools
 from array import array
 
 import jax
@@ -10,6 +11,7 @@ from engines import (
     SMALL,
     SURE,
     TIGHT,
+    TINY,
     cached_of,
     forget,
     generate,
@@ -24,7 +26,7 @@ from test_kernel_lowering import an_h200
 
 from pallas_kernels.logit_rules import BLOCK, MAX_BIASES, LogitRules, apply_rules
 from pallas_kernels.logprobs import MAX_LOGPROBS
-from prefix_jax import SamplingParams, request
+from prefix_jax import LLM, SamplingParams, request
 from prefix_jax.runner import set_rules
 from prefix_jax.token_rules import TokenRules, no_rules
 
@@ -242,6 +244,79 @@ def test_bad_words_are_encoded_as_they_stand_in_a_text():
     llm = make_llm()
     ways = llm.tokenizer.encode_word("the")
     assert llm.tokenizer.encode_rendered("the") in ways and llm.tokenizer.encode_rendered(" the") in ways
+    for spaced in ("\n", " the", "\tthe"):
+        assert llm.tokenizer.encode_word(spaced) == [llm.tokenizer.encode_rendered(spaced)], "and nothing else"
+
+
+def test_the_bans_alone_cross_from_the_host_and_only_when_they_change(monkeypatch):
+    llm = make_llm()
+    (prompt,) = random_prompts(8, 20)
+    penalties = {"frequency_penalty": 1.0, "presence_penalty": 0.5}
+    (said,) = tokens_of(generate(llm, [prompt], greedy(12, **penalties)))
+    phrases = [said[2:4], said[6:8]]
+    monkeypatch.setattr(llm.tokenizer, "encode_word", lambda text: phrases)
+    forget(llm)
+    dispatch, batches = llm.engine.runner.dispatch, []
+    monkeypatch.setattr(llm.engine.runner, "dispatch", lambda batch: (batches.append(batch), dispatch(batch))[1])
+    (output,) = generate(llm, [prompt], greedy(12, bad_words=["x"], **penalties))
+    check_ruled(output, greedy(12, **penalties), bad_words=phrases)
+    assert sum(len(batch.rules) for batch in batches) == 1
+    begun = [any(token == phrase[0] for phrase in phrases) for token in [0, *output.outputs[0].token_ids[:-1]]]
+    assert sum(len(batch.bans) for batch in batches) == sum(a != b for a, b in itertools.pairwise(begun)) > 0
+
+
+def test_rules_that_leave_no_token_are_refused():
+    """The first of the vocabulary would be drawn."""
+    llm = make_llm()
+    a, b = ([token] for token in (llm.encode("a")[0], llm.encode("b")[0]))
+    prompts = random_prompts(9, *[5] * 5)
+    params = [
+        greedy(4, allowed_token_ids=a, bad_words=["a"]),
+        greedy(4, allowed_token_ids=a, stop_token_ids=a, min_tokens=2),
+        greedy(4, allowed_token_ids=a, stop_token_ids=a),
+        greedy(4, allowed_token_ids=a + b, bad_words=["a"]),
+        greedy(4),
+    ]
+    outputs = generate(llm, prompts, params, on_error="return")
+    assert [output.error for output in outputs] == [
+        "allowed_token_ids and bad_words leave no token",
+        "allowed_token_ids and bad_words leave only tokens that end the answer, min_tokens is 2",
+        None,
+        None,
+        None,
+    ]
+    assert tokens_of(outputs)[2:4] == [a, b * 4]
+
+
+def test_an_answer_ends_where_its_bad_words_leave_no_token(monkeypatch):
+    llm = make_llm()
+    prompts = random_prompts(10, 5, 6)
+    expected = generate(llm, prompts[1:], greedy(9))
+    monkeypatch.setattr(llm.tokenizer, "encode_word", lambda text: [[7, 8, 7], [7, 8, 8], [8, 7], [7, 7]])
+    stuck, other = generate(
+        llm, prompts, [greedy(9, allowed_token_ids=[7, 8], bad_words=["x"], logit_bias={7: 99}), greedy(9)]
+    )
+    (answer,) = stuck.outputs
+    assert (answer.token_ids, answer.finish_reason) == ([7, 8], "length")
+    assert answer.stop_reason == "allowed_token_ids and bad_words leave no token"
+    assert other.outputs == expected[0].outputs
+    monkeypatch.setattr(llm.tokenizer, "encode_word", lambda text: [[8, 7]])
+    early = greedy(9, allowed_token_ids=[7, 8], bad_words=["x"], stop_token_ids=[8], min_tokens=5, logit_bias={7: 99})
+    assert tokens_of(generate(llm, prompts[:1], early)) == [[7] * 9]
+
+
+@pytest.mark.parametrize("min_tokens", [250, 2**31 - 1])
+def test_min_tokens_beyond_the_room_end_with_it(min_tokens):
+    """As in vLLM, which only keeps the end tokens away; and the others in the step never notice."""
+    llm = make_llm(**TINY)
+    prompts = random_prompts(11, 112, 20)
+    expected = tokens_of(generate(llm, prompts, greedy(None)))
+    params = [greedy(None, min_tokens=min_tokens, stop_token_ids=[expected[0][3]]), greedy(9)]
+    endless, other = generate(llm, prompts, params)
+    (answer,) = endless.outputs
+    assert (len(answer.token_ids), answer.finish_reason) == (16, "length")
+    assert answer.stop_reason == "the context of 128 tokens is full" and expected[0][3] not in answer.token_ids
+    assert tokens_of([other]) == [expected[1][:9]]
 
 
 def test_ids_out_of_the_vocabulary_are_refused_one_by_one():
@@ -293,3 +368,13 @@ class FrozenDict(dict):
 
     def __hash__(self):
         return hash(tuple(self))
+
+
+def test_a_processor_that_returns_something_else_is_named_at_the_start():
+    for wrong, got in [
+        (lambda logits, context: logits[:-1], r"float32\[299\]"),
+        (lambda logits, context: logits.argmax(), r"int32\[\]"),
+        (lambda logits, context: None, "nothing"),
+    ]:
+        with pytest.raises(ValueError, match=rf"the logits processor .*lambda.* must return float32\[300\], got {got}"):
+            LLM(tiny_folder(), use_tqdm=False, logits_processors={"wrong": wrong}, **SMALL)

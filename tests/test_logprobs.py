@@ -1,5 +1,6 @@
 """Log-probabilities of output and prompt: of the logits as the model gives them, whatever is cached or in the batch."""
 
+import itertools
 import json
 
 import jax
@@ -104,10 +105,28 @@ def test_they_are_of_the_logits_before_all_else(params):
         logits = oracle_of(tiny_folder()).logits([*prompt, *answer.token_ids][:-1])[len(prompt) - 1 :]
         check_positions(answer.logprobs, answer.token_ids, logits, 4)
         own = [entry[token].logprob for entry, token in zip(answer.logprobs, answer.token_ids, strict=True)]
-        assert answer.cumulative_logprob == sum(own)
+        assert answer.cumulative_logprob == list(itertools.accumulate(own))[-1]
         json.dumps([[of.logprob for of in entry.values()] for entry in answer.logprobs], allow_nan=False)
         decoded = [entry[token].decoded_token for entry, token in zip(answer.logprobs, answer.token_ids, strict=True)]
         assert decoded == [llm.tokenizer.decode([token], skip_special_tokens=False) for token in answer.token_ids]
+
+
+def test_without_text_no_token_is_spelled():
+    llm = make_llm()
+    (prompt,) = random_prompts(11, 9)
+    (output,) = generate(llm, [prompt], greedy(3, logprobs=2, prompt_logprobs=1, detokenize=False))
+    entries = [of for entry in [*output.outputs[0].logprobs, *output.prompt_logprobs[1:]] for of in entry.values()]
+    assert len(entries) >= 9 + 8 and {of.decoded_token for of in entries} == {None}
+
+
+def test_each_delta_has_the_sum_so_far():
+    llm = make_llm()
+    (prompt,) = random_prompts(11, 9)
+    deltas = [delta.outputs[0] for delta in llm.stream([prompt], greedy(6, logprobs=0))]
+    own = [
+        entry[token].logprob for delta in deltas for entry, token in zip(delta.logprobs, delta.token_ids, strict=True)
+    ]
+    assert len(deltas) == 6 and [delta.cumulative_logprob for delta in deltas] == list(itertools.accumulate(own))
 
 
 def check_prompt(output, num_top: int, score_from: int = 1) -> None:
@@ -268,9 +287,37 @@ def test_texts_are_cut_where_the_prompt_alone_would_end():
     assert score.token_ids == whole[len(head) :] and llm.encode("the hen") == head
     for bad, error in [
         ((["a"], [[5]]), "both be text"),
-        (([[5]], [[]]), "has no tokens"),
+        (([[5]], [[]]), "has no tokens, got \\[\\]"),
+        (("a", ["b", "", "c"]), r"1 of 3 prompts cannot run.*\n  prompts\[1\]: the continuation has no tokens, got ''"),
         (([[]], [[5]]), "nothing stands before"),
         ((["a", "b"], ["c"]), "1 continuations for 2 prompts"),
     ]:
         with pytest.raises(ValueError, match=error):
             llm.score(*bad, use_tqdm=False)
+
+
+def test_one_continuation_may_stand_alone():
+    llm = make_llm()
+    for prompt, continuation in [("the hen", " and the other"), ([5, 6, 7], [8, 9])]:
+        assert llm.score(prompt, continuation, use_tqdm=False) == llm.score([prompt], [continuation], use_tqdm=False)
+    (score,) = llm.score([5], [6], use_tqdm=False)
+    assert score.token_ids == [6]
+
+
+def test_a_token_that_takes_the_whole_continuation_in_is_scored():
+    """The prompt alone would end with other tokens."""
+    llm = make_llm()
+    whole = llm.encode("on the")
+    assert len(whole) < len(llm.encode("on th")) + 1 and whole[:-1] == llm.encode("on")
+    scores = llm.score("on th", ["e", "a"], use_tqdm=False)
+    assert [score.token_ids for score in scores] == [whole[-1:], llm.encode("on tha")[-1:]]
+    with pytest.raises(ValueError, match="nothing stands before the continuation's first token"):
+        llm.score("th", "e", use_tqdm=False)
+
+
+def test_a_score_that_was_aborted_is_none(monkeypatch):
+    llm = make_llm()
+    step = llm.engine.step
+    monkeypatch.setattr(llm.engine, "step", lambda: ([llm.abort(name) for name in llm.engine.sequences], step())[1])
+    with pytest.raises(RuntimeError, match="a continuation was not scored: abort"):
+        llm.score(random_prompts(18, 30), [[5, 6]], use_tqdm=False)

@@ -14,7 +14,7 @@ from prefix_jax.request import Request, SamplingParams, Sequence
         ("temperature", -0.1), ("temperature", math.nan), ("temperature", math.inf),
         ("temperature", 1e39), ("top_p", 0), ("top_p", 1.01),
         ("top_p", -1), ("top_p", math.nan), ("top_k", -2), ("top_k", 2**31), ("max_tokens", 0), ("max_tokens", -5),
-        ("seed", -1), ("seed", 2**64), ("stop", ""), ("stop", ["a", ""]), ("stop", [1]), ("n", 0), ("min_p", -0.1),
+        ("seed", -2), ("seed", 2**64), ("stop", ""), ("stop", ["a", ""]), ("stop", [1]), ("n", 0), ("min_p", -0.1),
         ("min_p", 1.1), ("presence_penalty", 2.1), ("frequency_penalty", -2.1), ("repetition_penalty", 0),
         ("repetition_penalty", -1), ("min_tokens", -1), ("logprobs", -1), ("logprobs", 21), ("prompt_logprobs", 21),
         ("bad_words", [""]), ("logits_processors", [3]),
@@ -42,6 +42,7 @@ def test_a_value_of_the_wrong_kind_is_refused_by_name(field, value):
 def test_the_edges_of_every_range_are_allowed():
     SamplingParams(temperature=0, top_p=1, top_k=-1, max_tokens=1, seed=0)
     SamplingParams(temperature=3.4e38)
+    assert SamplingParams(seed=-1) == SamplingParams(seed=None), "as in vLLM"
     SamplingParams(temperature=1e-30, top_p=1e-6, top_k=2**31 - 1, max_tokens=10**9, seed=2**64 - 1)
     SamplingParams(temperature=np.float32(0.5), top_k=np.int64(5), seed=np.uint32(7), max_tokens=None)
 

@@ -228,7 +228,13 @@ def test_a_folder_gives_its_chat_template_from_any_of_its_places(tmp_path):
     assert tokenizer.encode_chat(CHAT) == tokenizer.encode(want + "<|assistant|>")
     named = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": CHAT_TEMPLATE}]
     rewrite(folder / "tokenizer_config.json", chat_template=named)
-    assert Tokenizer.load(folder).chat_template == CHAT_TEMPLATE
+    tokenizer = Tokenizer.load(folder)
+    for _ in range(2):
+        assert tokenizer.render_chat(CHAT) == want + "<|assistant|>" == tokenizer.render_chat(CHAT, tools=[])
+        assert tokenizer.render_chat(CHAT, tools=[{"name": "f"}]) == "x"
+        assert tokenizer.render_chat(CHAT, tools=[{"name": "f"}], chat_template="y") == "y"
+        tokenizer.save(folder)
+        tokenizer = Tokenizer.load(folder)
     (folder / "chat_template.jinja").write_text("from the file")
     assert Tokenizer.load(folder).render_chat(CHAT) == "from the file"
     rewrite(folder / "tokenizer_config.json", chat_template=None)
@@ -251,11 +257,38 @@ def test_templates_render_as_transformers_renders_them():
 
 
 @pytest.mark.parametrize(
-    "template", ["{{ raise_exception('no system role') }}", "{{ ''.__class__.__mro__ }}", "{% if %}", "{{ 1 + 'a' }}"]
+    "template",
+    [
+        "{{ raise_exception('no system role') }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{% if %}",
+        "{{ 1 + 'a' }}",
+        "{{ 1 / 0 }}",
+        "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+        "{{ range(10 ** 9) }}",
+    ],
 )
 def test_a_template_that_refuses_or_attacks_raises_a_value_error(template):
     with pytest.raises(ValueError, match="the chat template refused the messages"):
         Tokenizer(tiny_tokenizer(), chat_template=template).render_chat(CHAT)
+
+
+@pytest.mark.parametrize("content", ["end", "|", "the |> e", "  <|end|>  ", "é\n"])
+@pytest.mark.parametrize("strips", [False, True])
+def test_a_chat_goes_on_behind_its_last_content_whatever_the_end_tag_says(content, strips):
+    """The content is found in the tag behind it."""
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|end|>\n{% endfor %}the end"
+    tokenizer = Tokenizer(
+        tiny_tokenizer(), chat_template=template.replace("m.content", "m.content | trim" if strips else "m.content")
+    )
+    chat = [{"role": "user", "content": content}, {"role": "assistant", "content": content}]
+    text = tokenizer.render_chat(chat, add_generation_prompt=False, continue_final_message=True)
+    shown = content.strip() if strips else content
+    assert text == f"[user]{shown}<|end|>\n[assistant]{shown}"
+    assert chat[-1]["content"] == content
+    tokenizer.chat_template = "{{ messages | length }}"
+    with pytest.raises(ValueError, match="no content to continue"):
+        tokenizer.render_chat(chat, add_generation_prompt=False, continue_final_message=True)
 
 
 def test_a_tokenizer_that_does_not_fit_the_model_is_refused():
