@@ -24,6 +24,7 @@ from prefix_jax.engine import Engine
 from prefix_jax.engine_config import EngineConfig
 from prefix_jax.likelihood import Score, make_score, split_tokens
 from prefix_jax.models.llama import LlamaConfig
+from prefix_jax.pauses import no_full_collections
 from prefix_jax.prefix_cache import PageTable
 from prefix_jax.prefix_pool import Encoded, Prefix, PrefixPool
 from prefix_jax.prompts import Prompt, PromptReader
@@ -326,13 +327,14 @@ class LLM:
             with self._on_device():
                 self.engine.call(add)
             yield None
-            while open_ids:
-                self._advance()
-                while not inbox.empty():
-                    output = inbox.get()
-                    if output.finished:
-                        open_ids.discard(output.request_id)
-                    yield replace(output, index=index_of[output.request_id])
+            with no_full_collections():
+                while open_ids:
+                    self._advance()
+                    while not inbox.empty():
+                        output = inbox.get()
+                        if output.finished:
+                            open_ids.discard(output.request_id)
+                        yield replace(output, index=index_of[output.request_id])
         finally:
             for request_id in open_ids:
                 self._inboxes.pop(request_id, None)

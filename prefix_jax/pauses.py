@@ -1,7 +1,7 @@
 """Python's full garbage collections, put off while steps are planned.
 
-One goes through every object of the process, of which JAX alone has a quarter of a million: 0.1 to 0.2 seconds, in which
-no step is planned and the device waits.
+One goes through every object of the process, of which JAX alone brings a quarter of a million: 0.1 to 0.2 seconds, in
+which no step is planned and the device waits.
 """
 
 import gc

@@ -141,7 +141,8 @@ class PromptReader:
         vocab, longest = self.vocab_size, self.max_model_len
         if len(token_ids) > longest:
             raise ValueError(f"{what} has {len(token_ids)} tokens, max_model_len is {longest}")
-        if bad := [token for token in token_ids if not 0 <= token < vocab]:
+        if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab):
+            bad = [token for token in token_ids if not 0 <= token < vocab]
             raise ValueError(f"token ids must be in [0, {vocab}), got {bad[:3]}")
 
     def _find_prefix(

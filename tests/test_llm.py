@@ -1,5 +1,6 @@
 """What a caller gets from LLM: results in order, reasons, texts and prefixes."""
 
+import gc
 import gzip
 
 import numpy as np
@@ -21,6 +22,7 @@ from safetensors.numpy import load_file
 from tiny_models import tiny_config, tiny_weights, write_checkpoint
 
 from prefix_jax import LLM, SamplingParams
+from prefix_jax.pauses import no_full_collections
 from prefix_jax.request import RequestOutput
 
 SMALL_POOL = {**TINY, "num_pages": 3, "max_num_seqs": 1}
@@ -280,3 +282,23 @@ def test_the_example_of_the_first_prefix_cache_runs(tokenizer, shared_data, tmp_
         again = llm.generate(prompts, sampling_params, prefix_pos=[16, 16])
         assert tokens_of(again) == tokens_of(outputs)
     assert capsys.readouterr().out.count("RequestOutput(") == 4
+
+
+def test_no_full_garbage_collection_begins_while_answers_are_made():
+    """One takes 0.1 s and more, in which no step is planned and the device waits."""
+    llm, before, seen = make_llm(), gc.get_threshold(), []
+    gc.callbacks.append(lambda phase, info: seen.append(info["generation"]) if phase == "start" else None)
+    try:
+        gc.set_threshold(10, 2, 1)  # else there is none in so short a time
+        stream = llm.stream([[1, 2, 3]], greedy(40))
+        next(stream)
+        seen.clear()
+        list(stream)
+        assert 0 in seen and 2 not in seen
+        assert gc.get_threshold() == (10, 2, 1)
+        with no_full_collections(), no_full_collections():
+            pass
+        assert gc.get_threshold() == (10, 2, 1), "of several that enter, the last to leave restores"
+    finally:
+        gc.callbacks.pop()
+        gc.set_threshold(*before)
