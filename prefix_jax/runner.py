@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -33,6 +34,7 @@ COPY_GROUP = 16  # page copies in one launch
 PAGE_GROUP = 16  # pages to or from host memory in one launch
 SLOT_GROUP = 512  # positions of saved prefixes in one launch
 CHANGE_GROUP = 4096  # page table changes in one launch, before the step
+RULE_GROUP = 16  # rows of rules in one launch, where there are several
 # For the compiler: no trials of two kernels for one fusion, on arrays as large as those that fill the memory already.
 NO_TRIALS = {"xla_gpu_experimental_enable_fusion_autotuner": False}
 
@@ -106,8 +108,10 @@ class Runner:
             padding = np.zeros((COPY_GROUP - len(copies), 2), np.int32)
             self.store = self._copy_pages(self.store, *np.concatenate([copies, padding]).T)
         self.write_pages(batch.arrivals)  # a copy may have read what a page held before
-        for row, rules in batch.rules.items():
-            self.rules = self._set_rules(self.rules, np.int32(row), rules)
+        rows, rules = np.array(list(batch.rules), np.int32), list(batch.rules.values())
+        for start in range(0, len(rows), RULE_GROUP):
+            group = slice(start, start + RULE_GROUP)
+            self._write_rules(rows[group], rules[group])
         for row, banned in batch.bans.items():
             self.rules = self._set_bans(self.rules, np.int32(row), banned)
         found = self._run(self.steps[batch.bucket.name], batch.packed)
@@ -117,6 +121,15 @@ class Runner:
         for array in found:
             array.copy_to_host_async()
         return self.last_tokens, found
+
+    def _write_rules(self, rows: Int[np.ndarray, " n"], rules: list[RuleRow]) -> None:
+        """A row alone, or as many as a group has, in one transfer and one launch."""
+        size = 1 if len(rows) == 1 else RULE_GROUP
+        packed = np.zeros((size, rules[0].packed_len), np.int32)
+        for i, of_row in enumerate(rules):
+            of_row.pack_into(packed[i])
+        rows = np.pad(rows, (0, size - len(rows)), constant_values=self.batcher.max_num_seqs)  # that row asks nothing
+        self.rules = self._set_rules[size](self.rules, rows, packed)
 
     def _run(self, run: Any, packed: Int[np.ndarray, " n"]) -> Logprobs:
         self.store, self.page_table, self.last_tokens, self.rules, found = run(
@@ -270,7 +283,10 @@ class Runner:
         pair = (jax.ShapeDtypeStruct((CHANGE_GROUP,), jnp.int32),) * 2
         self._change_pages = jit(change_pages).lower(self.page_table, *pair).compile()
         rules = no_rules(self.config.vocab_size)
-        self._set_rules = jit(set_rules).lower(self.rules, np.int32(0), rules).compile(compiler_options=NO_TRIALS)
+        self._set_rules = {}
+        for size in (1, RULE_GROUP):
+            arrays = np.zeros(size, np.int32), np.zeros((size, rules.packed_len), np.int32)
+            self._set_rules[size] = jit(set_rules).lower(self.rules, *arrays).compile(compiler_options=NO_TRIALS)
         self._set_bans = jit(set_bans).lower(self.rules, np.int32(0), rules.banned).compile(compiler_options=NO_TRIALS)
         buckets = self.batcher.buckets
         with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
@@ -328,10 +344,16 @@ def step(
     return store, page_table, last_tokens.at[batch["sample_row"]].set(sampled), rules, found
 
 
-def set_rules(rules: LogitRules, row: Int[Array, ""], of_row: RuleRow) -> LogitRules:
-    """Replaces those of one row."""
-    new = LogitRules(*of_row)
-    return jax.tree.map(lambda all_rows, one: all_rows.at[row].set(one), rules, new)
+def set_rules(rules: LogitRules, rows: Int[Array, " n"], packed: Int[Array, "n words"]) -> LogitRules:
+    """Replaces those of some rows by what `RuleRow.pack_into` wrote."""
+    ends = np.cumsum([math.prod(array.shape[1:]) for array in rules])
+    parts = jnp.split(packed, ends[:-1], axis=1)
+
+    def replace(old: Array, new: Array) -> Array:
+        new = jax.lax.bitcast_convert_type(new, old.dtype).reshape(-1, *old.shape[1:])
+        return old.at[rows].set(new)
+
+    return LogitRules(*map(replace, rules, parts))
 
 
 def set_bans(rules: LogitRules, row: Int[Array, ""], banned: UInt32[Array, " words"]) -> LogitRules:

@@ -26,6 +26,17 @@ class RuleRow(NamedTuple):
     banned_early: UInt32[np.ndarray, " words"]
     counts: Int[np.ndarray, " V"]
 
+    @property
+    def packed_len(self) -> int:
+        return sum(np.size(field) for field in self)
+
+    def pack_into(self, words: Int[np.ndarray, " n"]) -> None:
+        """The bits of all fields, one behind the other."""
+        end = 0
+        for field in map(np.atleast_1d, self):
+            start, end = end, end + field.size
+            words[start:end] = field.view(np.int32)
+
 
 class TokenRules:
     """The rules of one request. bad_words: token ids that never follow one another in its output. end_ids: that may not

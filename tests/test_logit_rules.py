@@ -75,7 +75,13 @@ def random_rules(rng, vocab: int) -> tuple[SamplingParams, list[int], list[int],
 def test_every_rule_is_numpys(vocab, implementation):
     rng = np.random.default_rng(vocab)
     places, count = 7, 6 if vocab > BLOCK else 20
-    rows = jax.jit(lambda rules, row, new: set_rules(rules, row, new))
+
+    def rows(rules, row, new):
+        packed = np.zeros((1, new.packed_len), np.int32)
+        new.pack_into(packed[0])
+        return set_row(rules, row[None], packed)
+
+    set_row = jax.jit(lambda rules, rows, packed: set_rules(rules, rows, packed))
     apply = jax.jit(apply_rules, static_argnames="implementation")
     for _ in range(count // 5 + 1):
         logits = (rng.standard_normal((5, vocab)) * 4).astype(np.float32)
