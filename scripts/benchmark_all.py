@@ -26,7 +26,7 @@ FILES = {"throughput": "throughput", "serving": "serving", "generation": "genera
 
 def part_figures(part: str, bench: Bench, args: argparse.Namespace) -> Iterator[Figure]:
     if part == "throughput":
-        lines = throughput.table_lines(args.lengths, args.scale)
+        lines = throughput.chosen_lines(args, args.lengths)
         options = {"repeats": args.repeats, "seed": args.seed, "until": args.until, "profile": args.profile}
         yield from throughput.table_figures(bench, lines, **options)
     elif part == "serving":
@@ -55,14 +55,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     serving.add_options(parser)
     parser.add_argument("--lengths", type=Path, metavar="FILE", help="of ShareGPT requests, for the table")
     parser.add_argument("--only", nargs="+", choices=FILES, default=["throughput", "arms", "serving"])
-    parser.add_argument("--scale", type=int, default=1, help="divide all sizes, and claim nothing")
-    parser.add_argument(
-        "--profile", action="store_true", help="of the table: where time goes in lines that miss their goal"
-    )
+    throughput.add_table_options(parser)
     parser.set_defaults(keep=True)
     args = parser.parse_args(argv)
     args.until = time.monotonic() + args.deadline
     try:
+        throughput.chosen_lines(args, args.lengths)
         if "text" in args.only and args.data is None:
             raise ValueError("real text needs --data")
         bench = make_bench(args, max_num_seqs=args.max_num_seqs or (NUM_RUNNING if args.scale == 1 else None))

@@ -24,7 +24,7 @@ def step_figures(models: Sequence[str], ceilings: dict[str, float], args: argpar
     for model in models:
         sizes = {"max_num_seqs": max(args.batch), "max_num_batched_tokens": max(args.batch)}
         runner = start_engine(model, args.dtype, **sizes).engine.runner
-        for figure in decode_figures(model, runner, args.batch, args.context, ceilings, args)[0]:
+        for figure in decode_figures(model, runner, args.batch, args.context, ceilings, args):
             yield figure
             what = figure.what.removeprefix(model)
             if OVER_LIMIT not in what:

@@ -6,6 +6,7 @@ prefill step is arithmetic: its limit is the rate of a large matrix product. Wri
 """
 
 import argparse
+import contextlib
 import dataclasses
 import gc
 import json
@@ -59,6 +60,8 @@ MODELS = {
         head_dim=16, max_position=16384,
     ),
 }  # fmt: skip
+LONGEST = 16384 + 512  # tokens of prompt and output that any benchmark asks for
+PARTS = ("decode", "shared", "prefill", "first", "idle", "copy", "second")
 DECODE = {1: (1.22, 1.12), 64: (1.18, 1.10), 256: (1.24, 1.16)}  # of the limit, at context 1024: must, aim
 # Milliseconds of vLLM 0.26.0 on one H200, its defaults, over contexts of 1024 to 1312.
 PEER_CONTEXT = 1168
@@ -106,24 +109,31 @@ def kv_copy_bytes(runner: Runner) -> int:
     return max(0, temporary[0] - temporary[1])
 
 
-def decode_figures(model: str, runner: Runner, batches, context: int, ceilings, args) -> tuple[list[Figure], float]:
-    """Decode steps against their limit and the peer; and the milliseconds of the first."""
-    rows, first = [], None
+def decode_figures(model: str, runner: Runner, batches, context: int, ceilings, args) -> Iterator[Figure]:
+    """Decode steps against their limit and the peer."""
     for batch in batches:
         for length in (context, context + PEER_CONTEXT - 1024):
             work = make_batch(runner.batcher, runner.num_pages, [(length - 1, 1)] * batch, runner.config.vocab_size)
             seconds = time_step(runner, work, args.calls, args.repeats)
             what = f"{model} decode step, B = {batch}, context {length}"
-            rows.append(Figure.median(what, [s * 1e3 for s in seconds], "ms"))
+            yield Figure.median(what, [s * 1e3 for s in seconds], "ms")
             limit = decode_bytes(runner.config, runner.dtype.itemsize, batch * length) / ceilings["copy_bytes_per_s"]
             must, aim = DECODE.get(batch, (None, None)) if length == 1024 and model == "llama-3-8b" else (None, None)
             over = [s / limit for s in seconds]
-            rows.append(Figure.median(f"{what} ÷ (bytes / copy bandwidth)", over, "x", must=must, aim=aim))
+            yield Figure.median(f"{what} ÷ (bytes / copy bandwidth)", over, "x", must=must, aim=aim)
             if length == PEER_CONTEXT and (peer := PEER.get((model, batch))):
                 over = [s * 1e3 / peer for s in seconds]
-                rows.append(Figure.median(f"{what} ÷ vLLM 0.26's", over, "x", must=0.90, aim=0.82))
-            first = first or statistics.median(seconds) * 1e3
-    return rows, first
+                yield Figure.median(f"{what} ÷ vLLM 0.26's", over, "x", must=0.90, aim=0.82)
+
+
+def prefill_figures(model: str, runner: Runner, length: int, rate: float, args) -> Iterator[Figure]:
+    """One prompt in one step, against the rate of a large product."""
+    work = make_batch(runner.batcher, runner.num_pages, [(0, length)], runner.config.vocab_size)
+    seconds = time_step(runner, work, max(2, args.calls // 5), args.repeats)
+    what = f"{model} prefill step of {length} tokens"
+    yield Figure.median(what, [s * 1e3 for s in seconds], "ms")
+    share = [prefill_operations(runner.config, length) / s / rate for s in seconds]
+    yield Figure.median(f"{what} ÷ matrix-product rate", share, "x", must=0.88, aim=0.95, better="higher")
 
 
 def shared_figures(model: str, runner: Runner, batch: int, prefixes, args) -> list[Figure]:
@@ -185,9 +195,26 @@ def first_token_times(llm: LLM, cached: int, new: int, repeats: int) -> list[flo
     return spent
 
 
+def first_token_figures(llm: LLM, args) -> Iterator[Figure]:
+    """One request of which 16 tokens are new: its whole time, and of that the device's, against a decode step."""
+    runner, length, new = llm.engine.runner, args.prefill, 16
+    chunks = {"decode step, B = 1": [(args.context - 1, 1)], f"step of {new} new tokens": [(length, new)]}
+    steps = {}
+    for what, chunk in chunks.items():
+        work = make_batch(runner.batcher, runner.num_pages, chunk, runner.config.vocab_size)
+        steps[what] = statistics.median(time_step(runner, work, args.calls, args.repeats)) * 1e3
+    runner.reset()
+    first = first_token_times(llm, length, new, args.repeats)
+    what = f"time to first token, {length} of {length + new} tokens cached, one request"
+    yield Figure.median(what, first, "ms")
+    single, alone = steps.values()
+    yield Figure(f"{what}: the step alone", alone, "ms")
+    yield Figure.median(f"{what} ÷ decode step, B = 1", [ms / single for ms in first], "x", must=2, aim=1.5)
+
+
 def start_engine(model: str, dtype: str, **options) -> LLM:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    context = min(16384, MODELS[model].max_position)
+    context = min(LONGEST, MODELS[model].max_position)
     return LLM(MODELS[model], load_format="dummy", dtype=dtype, max_model_len=context, use_tqdm=False, **options)
 
 
@@ -202,31 +229,26 @@ def measure(args) -> Iterator[dict | Figure]:
     yield Figure("engine start to first token, compilation cache empty", time.time() - started, "s")
     yield Figure("executables of the step", len(llm.engine.runner.steps), "", must=24)
     runner = llm.engine.runner
-    decodes, single = decode_figures(args.model, runner, args.batch, args.context, ceilings, args)
-    yield from decodes
-    yield from shared_figures(args.model, runner, max(args.batch), args.prefix, args)
-    length, rate = args.prefill, ceilings["product_flop_per_s"]
-    work = make_batch(runner.batcher, runner.num_pages, [(0, length)], runner.config.vocab_size)
-    seconds = time_step(runner, work, max(2, args.calls // 5), args.repeats)
-    what = f"{args.model} prefill step of {length} tokens"
-    yield Figure.median(what, [s * 1e3 for s in seconds], "ms")
-    share = [prefill_operations(runner.config, length) / s / rate for s in seconds]
-    yield Figure.median(f"{what} ÷ matrix-product rate", share, "x", must=0.88, aim=0.95, better="higher")
-    runner.reset()
-    first = first_token_times(llm, length, 16, args.repeats)
-    what = f"time to first token, {length} of {length + 16} tokens cached, one request"
-    yield Figure.median(what, first, "ms")
-    yield Figure.median(f"{what} ÷ decode step, B = 1", [ms / single for ms in first], "x", must=2, aim=1.5)
-    if shares := idle_shares(llm, max(args.batch), args.context, 3):
+    if "decode" in args.only:
+        yield from decode_figures(args.model, runner, args.batch, args.context, ceilings, args)
+    if "shared" in args.only:
+        yield from shared_figures(args.model, runner, max(args.batch), args.prefix, args)
+    if "prefill" in args.only:
+        yield from prefill_figures(args.model, runner, args.prefill, ceilings["product_flop_per_s"], args)
+    if "first" in args.only:
+        yield from first_token_figures(llm, args)
+    if "idle" in args.only and (shares := idle_shares(llm, max(args.batch), args.context, 3)):
         what = f"device idle share, {max(args.batch)} sequences decode"
         yield Figure.median(what, [100 * s for s in shares], "%", must=3, aim=1)
-    yield Figure("bytes of K and V copied by a step", kv_copy_bytes(runner), "bytes", must=0)
+    if "copy" in args.only:
+        yield Figure("bytes of K and V copied by a step", kv_copy_bytes(runner), "bytes", must=0)
     del llm, runner
     gc.collect()
-    batch = sorted(args.batch)[len(args.batch) // 2]
-    sizes = {"max_num_seqs": batch, "max_num_batched_tokens": batch}
-    runner = start_engine(args.second, args.dtype, **sizes).engine.runner
-    yield from decode_figures(args.second, runner, [batch], args.context, ceilings, args)[0]
+    if "second" in args.only:
+        batch = sorted(args.batch)[len(args.batch) // 2]
+        sizes = {"max_num_seqs": batch, "max_num_batched_tokens": batch}
+        runner = start_engine(args.second, args.dtype, **sizes).engine.runner
+        yield from decode_figures(args.second, runner, [batch], args.context, ceilings, args)
 
 
 def main() -> None:
@@ -241,6 +263,8 @@ def main() -> None:
     parser.add_argument("--product", type=int, default=8192, help="side of the matrices that measure the limits")
     parser.add_argument("--calls", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="the file's other rows stay")
+    parser.add_argument("--cache", metavar="FOLDER", help="for the compilation cache: an empty one, which stays")
     parser.add_argument("--measure", action="store_true", help="print the figures of one process as JSON, no more")
     parser.add_argument("--first-token", action="store_true", help="only start an engine and ask it for one token")
     args = parser.parse_args()
@@ -254,7 +278,10 @@ def main() -> None:
 
     # Each process has the device to itself; the second finds the executables of the first. What one has measured before
     # it fails is not lost.
-    with tempfile.TemporaryDirectory() as cache:
+    with contextlib.ExitStack() as stack:
+        cache = args.cache or stack.enter_context(tempfile.TemporaryDirectory())
+        if os.path.isdir(cache) and os.listdir(cache):
+            parser.error(f"--cache {cache} is not empty")
         env = os.environ | {"JAX_COMPILATION_CACHE_DIR": cache}
         command = [sys.executable, __file__, *sys.argv[1:], "--measure"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, env=env, text=True) as measured:
@@ -267,7 +294,8 @@ def main() -> None:
     if not starting.returncode:
         what = "process start to first token, compilation cache filled"
         rows.append(Figure(what, time.time() - started, "s", must=40, aim=20))
-    write_results("step", rows, device=ceilings.pop("device"), ceilings=ceilings)
+    keep = len(args.only) < len(PARTS)
+    write_results("step", rows, device=ceilings.pop("device"), ceilings=ceilings, keep=keep)
     raise SystemExit(measured.returncode or starting.returncode)
 
 

@@ -42,6 +42,7 @@ class Line:
     arm: Arm = ALL_ON
     goals: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     gains: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    has_off: bool = False  # is run with the cache off as well
     models: tuple[str, ...] | None = None  # that it is for; None: all
     peer: dict[str, float] = dataclasses.field(default_factory=dict)  # what PEER reached, by model
 
@@ -80,6 +81,7 @@ def table_lines(lengths: Path | None, scale: int = 1) -> list[Line]:
             f"original: {num} x {prompt} tokens, {shared} shared, {out} out",
             shared_prefix(num, shared, prompt - shared, out),
             goals={"llama-3-8b": (16_500, 19_000), "llama-2-7b": (12_000, 15_000)},
+            has_off=True,
             gains={"llama-3-8b": (3.3, 3.7), "llama-2-7b": (3.2, 3.8), "baichuan2-13b": (3.3, 4.0)},
             peer={"llama-3-8b": 13_100, "llama-2-7b": 7_970},
         )
@@ -142,6 +144,22 @@ def table_lines(lengths: Path | None, scale: int = 1) -> list[Line]:
     return [dataclasses.replace(line, goals={}, gains={}, peer={}, models=None) for line in lines]
 
 
+def add_table_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--scale", type=int, default=1, help="of the table: divide all sizes, and claim nothing")
+    add("--lines", nargs="+", metavar="TEXT", help="of the table: only lines whose name has one of these")
+    add("--profile", action="store_true", help="of the table: where time goes in lines that miss their goal")
+
+
+def chosen_lines(args: argparse.Namespace, lengths: Path | None) -> list[Line]:
+    """ValueError if there are none."""
+    lines = table_lines(lengths, args.scale)
+    chosen = [line for line in lines if not args.lines or any(text in line.what for text in args.lines)]
+    if not chosen:
+        raise ValueError(f"no line has {' or '.join(args.lines)}: {'; '.join(line.what for line in lines)}")
+    return chosen
+
+
 def table_figures(
     bench: Bench, lines: Sequence[Line], *, repeats: int, seed: int, until: float = float("inf"), profile: bool = False
 ) -> Iterator[Figure]:
@@ -153,8 +171,7 @@ def table_figures(
         workload = line.make(bench.vocab_size, seed).fitting(bench.max_model_len)
         if not workload.items:
             continue
-        has_off = line is lines[0]  # the only one whose gain is a line of the table
-        runs = bench.measure(workload, [line.arm, OFF] if has_off else [line.arm], repeats)
+        runs = bench.measure(workload, [line.arm, OFF] if line.has_off else [line.arm], repeats)
         what = f"{bench.name}, {line.what}"
         figures = list(arm_figures(bench, what, workload, line.arm, runs[line.arm], line.goals.get(bench.name)))
         yield from figures
@@ -163,7 +180,7 @@ def table_figures(
             yield Figure.median(f"{what} ÷ {PEER}'s", over, "x", better="higher")
         if profile and not figures[0].reached:
             yield from profile_figures(bench, what, workload, line.arm)
-        if has_off:
+        if line.has_off:
             yield from arm_figures(bench, f"{what}, {OFF.name}", workload, OFF, runs[OFF])
             share = bench.share(what, workload, OFF, runs[OFF])
             must, aim = line.gains.get(bench.name, (None, None))
@@ -278,13 +295,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_dataset_options(parser)
     parser.add_argument("--no-enable-prefix-caching", action="store_true", help="only the arm without a cache")
     parser.add_argument("--table", action="store_true", help="the project's set; --dataset-path: of ShareGPT lengths")
-    parser.add_argument("--scale", type=int, default=1, help="of the table: divide all sizes, and claim nothing")
-    parser.add_argument(
-        "--profile", action="store_true", help="of the table: where time goes in lines that miss their goal"
-    )
+    add_table_options(parser)
     args = parser.parse_args(argv)
     started = time.monotonic()
     try:
+        lines = chosen_lines(args, args.dataset_path) if args.table else []
         bench = make_bench(args, max_num_seqs=args.max_num_seqs or (NUM_RUNNING if args.scale == 1 else None))
         if not args.table:
             workload = load_workload(args, bench)
@@ -292,7 +307,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"benchmark_throughput.py: error: {error}", file=sys.stderr)
         return 2
     if args.table:
-        lines = table_lines(args.dataset_path, args.scale)
         until = started + args.deadline
         options = {"repeats": args.repeats, "seed": args.seed, "until": until, "profile": args.profile}
         figures = table_figures(bench, lines, **options)

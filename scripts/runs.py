@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import workloads
-from benchmark_step import MODELS
+from benchmark_step import LONGEST, MODELS
 from ceilings import measure_ceilings
 from render_results import FOLDER, Figure, Results, device_name, own_command
 from rooflines import max_running, roofline
@@ -25,7 +25,6 @@ from workloads import Workload, expected_hit_rate
 
 from prefix_jax import LLM, SamplingParams
 
-LONGEST = 16384 + 512  # tokens of prompt and output that any part asks for
 VOID = 0.70  # of its roofline that the arm without a cache must reach, or what is measured against it means nothing
 
 
