@@ -269,8 +269,8 @@ class PrefixCache:
         """Positions of full pages that a cache without end would have found for a prompt."""
         digest = hash(namespace)
         num_pages = (len(tokens) - 1) // self.page_size
-        for column in range(num_pages):
-            digest = hash((digest, self._key(tokens, column)))  # as the node of this page has it
+        for column, key in enumerate(self._keys(tokens, 0, num_pages)):
+            digest = hash((digest, key))  # as the node of this page has it
             if digest not in self.history:
                 return column * self.page_size
         return num_pages * self.page_size
@@ -355,6 +355,11 @@ class PrefixCache:
     def _key(self, tokens: array, column: int) -> bytes:
         return tokens[column * self.page_size : (column + 1) * self.page_size].tobytes()
 
+    def _keys(self, tokens: array, first: int, last: int) -> Iterator[bytes]:
+        """Those of columns [first, last)."""
+        raw, size = tokens[first * self.page_size : last * self.page_size].tobytes(), self.page_size * TOKEN_BYTES
+        return (raw[i : i + size] for i in range(0, (last - first) * size, size))
+
     def follow(self, node: Node, tokens: array, num_pages: int) -> tuple[Node, int]:
         """The last page that a table of `tokens` would find, and the number of pages up to it; the first `num_pages`
         are known to lead to `node`."""
@@ -363,15 +368,15 @@ class PrefixCache:
         return node, num_pages
 
     def _keys_behind(self, nodes: list[Node], tokens: array) -> Iterator[bytes]:
-        return (self._key(tokens, column) for column in range(len(nodes), (len(tokens) - 1) // self.page_size))
+        return self._keys(tokens, len(nodes), (len(tokens) - 1) // self.page_size)
 
     def _match(self, root: Node, tokens: array, num_pages: int) -> list[Node]:
         return list(self._walk(root, tokens, 0, num_pages))
 
     def _walk(self, node: Node, tokens: array, first: int, last: int) -> Iterator[Node]:
         """The published pages of columns [first, last) below `node`, as far as there are."""
-        for column in range(first, last):
-            child = node.child(self._key(tokens, column))
+        for key in self._keys(tokens, first, last):
+            child = node.child(key)
             if child is None:
                 return
             yield child
