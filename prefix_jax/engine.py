@@ -68,7 +68,7 @@ class Engine:
         self.max_num_batched_tokens = config.max_num_batched_tokens or (8192 if on_gpu else 512)
         self.max_num_seqs = min(config.max_num_seqs or (256 if on_gpu else 32), self.max_num_batched_tokens)
         self.batcher = make_batcher(
-            model.config,
+            model.split.local,
             model.dtype,
             attention,
             page_size=config.page_size,
@@ -118,7 +118,7 @@ class Engine:
         config, runner = self.config, self.runner
         if not (config.host_memory_gib and config.enable_prefix_caching):
             return None
-        page = page_bytes(runner.config, config.page_size, runner.kv_dtype)
+        page = page_bytes(runner.split.padded, config.page_size, runner.kv_dtype)
         max_pages = int(config.host_memory_gib * 2**30 // page)
         if not max_pages:
             raise ValueError(f"host_memory_gib = {config.host_memory_gib} is less than one page of {page:,} bytes")

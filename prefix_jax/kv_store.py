@@ -5,17 +5,20 @@ Slot = page * page_size + offset. Page 0 is scratch: padding writes there.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int, Shaped
 
 from pallas_kernels import Scales, Tiles, paged_attention
 from pallas_kernels.qkv import LARGEST
 from prefix_jax.models.llama import KVStore, Llama, LlamaConfig
+from prefix_jax.models.split import EVERYWHERE, KV, on_each
 
 MAX_ARRAY_BYTES = 4 * 2**30  # beyond, a kernel's offsets need 64 bits; 2 GiB for elements of one byte
 
@@ -31,10 +34,14 @@ def max_pages(config: LlamaConfig, page_size: int, dtype: Any) -> int:
     return limit // _array_page_bytes(config, page_size, dtype)
 
 
-def make_kv_store(config: LlamaConfig, num_pages: int, page_size: int, dtype: Any) -> KVStore:
-    """Zeroed slots of pages 0 (scratch) to `num_pages`, `[num_slots, Hkv, D]` each."""
+def make_kv_store(
+    config: LlamaConfig, num_pages: int, page_size: int, dtype: Any, sharding: jax.sharding.Sharding | None = None
+) -> KVStore:
+    """Zeroed slots of pages 0 (scratch) to `num_pages`, `[num_slots, Hkv, D]` each, on the default device or as
+    `sharding` says."""
     shape = ((num_pages + 1) * page_size, config.num_kv_heads, config.head_dim)
-    return tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_layers))
+    new = functools.partial(jnp.zeros, shape, dtype, device=sharding)
+    return tuple((new(), new()) for _ in range(config.num_layers))
 
 
 def measure_scales(model: Llama, tokens: Sequence[int]) -> tuple[Scales, ...]:
@@ -48,15 +55,18 @@ def measure_scales(model: Llama, tokens: Sequence[int]) -> tuple[Scales, ...]:
         options = {"page_size": 1, "implementation": "xla", **scoring}
         return paged_attention(q, k_slots, v_slots, positions, table, [tiles], **options)
 
-    @jax.jit
-    def run(state: Any, tokens: Array) -> KVStore:
-        store = make_kv_store(model.config, len(tokens) - 1, 1, model.dtype)
+    def run(params: list[Array], tokens: Array) -> KVStore:
+        store = make_kv_store(model.split.local, len(tokens) - 1, 1, model.dtype)
+        state = jax.tree.unflatten(tree, params)
         return nnx.merge(graph, state)(tokens, positions, positions, store, attend)[1]
 
     graph, state = nnx.split(model)
+    params, tree = jax.tree.flatten(state)
+    specs = None if model.mesh is None else [array.sharding.spec for array in params]
+    run = jax.jit(on_each(run, model.mesh, (specs, EVERYWHERE), KV))
     largest = jax.tree.map(
         lambda slots: jnp.maximum(2 * jnp.abs(slots.astype(jnp.float32)).max(axis=(0, 2)) / LARGEST, 1e-8),
-        run(state, jnp.asarray(tokens, jnp.int32)),
+        run(params, np.array(tokens, np.int32)),
     )
     return tuple(Scales(k, v) for k, v in largest)
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from tqdm import tqdm
 
 from prefix_jax.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
@@ -24,6 +25,7 @@ from prefix_jax.engine import Engine
 from prefix_jax.engine_config import EngineConfig
 from prefix_jax.likelihood import Score, make_score, split_tokens
 from prefix_jax.models.llama import LlamaConfig
+from prefix_jax.models.split import AXIS
 from prefix_jax.pauses import no_full_collections
 from prefix_jax.prefix_cache import PageTable
 from prefix_jax.prefix_pool import Encoded, Prefix, PrefixPool
@@ -43,7 +45,8 @@ class LLM:
 
     model: a Hugging Face folder, a GGUF file, or with load_format="dummy" a config (random weights, for benchmarks).
     tokenizer: a folder or a GGUF file; None: the model's own, which a dummy model need not have. dtype: "auto" is
-    float32 on a CPU and the checkpoint's on a GPU. device: a JAX platform ("cpu", "gpu"); None: JAX's default. All else
+    float32 on a CPU and the checkpoint's on a GPU. device: a JAX platform ("cpu", "gpu"); None: JAX's default.
+    tensor_parallel_size: how many devices share the model; devices: which; None: the first of the platform. All else
     is EngineConfig's. Raises ValueError for what does not fit together, before any weight is read where possible.
     """
 
@@ -56,20 +59,21 @@ class LLM:
         dtype: str = "auto",
         device: str | None = None,
         tensor_parallel_size: int = 1,
+        devices: Sequence[jax.Device] | None = None,
         use_tqdm: bool = True,
         **engine: Any,
     ):
-        if tensor_parallel_size != 1:
-            raise ValueError(f"tensor_parallel_size must be 1, got {tensor_parallel_size}")
         config = EngineConfig(**engine)
+        found = _find_devices(device, devices, tensor_parallel_size)
+        self._mesh = Mesh(np.array(found), (AXIS,)) if tensor_parallel_size > 1 else None
+        self._device = found[0] if found else None
         self.model_config = read_config(model, load_format).for_length(config.max_model_len)
         self.tokenizer = _load_tokenizer(tokenizer, model, load_format)
         if self.tokenizer is not None:
             self.tokenizer.check_fits(self.model_config.vocab_size)
-        self._device = _find_device(device)
         with self._on_device():
             self.dtype = _resolve_dtype(dtype, model, load_format)
-            options = {"dtype": self.dtype, "load_format": load_format, "seed": config.seed or 0}
+            options = {"dtype": self.dtype, "load_format": load_format, "seed": config.seed or 0, "mesh": self._mesh}
             weights = load_model(model, self.model_config, **options, use_tqdm=use_tqdm)
             self.engine = Engine(weights, self.tokenizer, config, use_tqdm=use_tqdm)
         self.reader = PromptReader(
@@ -273,7 +277,7 @@ class LLM:
             names = [field.name for field in fields(config) if getattr(mine, field.name) != getattr(config, field.name)]
             raise ValueError(f"{model} is another model: {', '.join(names)} differ")
         with self._on_device():
-            weights = load_model(model, config, dtype=self.dtype, load_format="auto", seed=0)
+            weights = load_model(model, config, dtype=self.dtype, mesh=self._mesh)
             self.engine.call(lambda: self.engine.set_params(weights))
 
     def reset_prefix_cache(self) -> None:
@@ -399,11 +403,23 @@ def _load_tokenizer(tokenizer, model, load_format: str) -> Tokenizer | None:
     return None
 
 
-def _find_device(platform: str | None) -> jax.Device | None:
+def _find_devices(platform: str | None, devices: Sequence[jax.Device] | None, num: int) -> list[jax.Device]:
+    """Those of an engine; none where JAX's default will do."""
+    if isinstance(num, bool) or not isinstance(num, int) or num < 1:
+        raise ValueError(f"tensor_parallel_size must be a positive integer, got {num!r}")
+    if devices is not None:
+        if len(devices) != num or len(set(devices)) != num:
+            raise ValueError(f"devices must be {num} different ones, as tensor_parallel_size says, got {devices}")
+        return list(devices)
+    if platform is None and num == 1:
+        return []
     try:
-        return jax.devices(platform)[0] if platform else None
+        known = jax.local_devices(backend=platform)
     except RuntimeError as error:
         raise ValueError(f"no device {platform!r}: JAX has {', '.join(map(str, jax.devices()))}") from error
+    if num > len(known):
+        raise ValueError(f"tensor_parallel_size is {num}, but JAX has {len(known)} devices: {known}")
+    return known[:num]
 
 
 def _resolve_dtype(dtype: str, model, load_format: str) -> jnp.dtype:

@@ -22,6 +22,7 @@ from pallas_kernels.logprobs import Logprobs
 from prefix_jax import kv_store
 from prefix_jax.executables import keep
 from prefix_jax.models.llama import KVStore, Llama
+from prefix_jax.models.split import AXIS, EVERYWHERE, HEADS, KV, on_each
 from prefix_jax.sampler import LogitsProcessor, SamplingRows, sample
 from prefix_jax.scheduler import StepPlan
 from prefix_jax.step_batch import SAMPLING_FIELDS, Batcher, Bucket, StepBatch
@@ -37,13 +38,15 @@ CHANGE_GROUP = 4096  # page table changes in one launch, before the step
 RULE_GROUP = 16  # rows of rules in one launch, where there are several
 # For the compiler: no trials of two kernels for one fusion, on arrays as large as those that fill the memory already.
 NO_TRIALS = {"xla_gpu_experimental_enable_fusion_autotuner": False}
+PAGE = jax.sharding.PartitionSpec(None, None, None, AXIS)  # of K and V [S, L, 2, Hkv, D]
 
 
 class Runner:
     """Runs step batches of the given buckets, in order, without ever waiting for the device.
 
     The model's parameters are split off once; the store and the page table are donated through every step. `num_pages`
-    None sizes the store by what `memory_fraction` of the device leaves free after the largest bucket has run.
+    None sizes the store by what `memory_fraction` of the device leaves free after the largest bucket has run. On a
+    mesh, each device has the K and V of its heads, and all else of the state.
     """
 
     def __init__(
@@ -61,7 +64,11 @@ class Runner:
     ):
         self.graph, state = nnx.split(model)
         self.params, self.param_tree = jax.tree.flatten(state)
+        self.layout = [
+            (p.kind, p.axis, p.whole) for p in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Param))
+        ]
         self.config = model.config
+        self.split, self.mesh = model.split, model.mesh
         self.dtype = model.dtype
         self.scales = scales
         self.kv_dtype = self.dtype if scales is None else jnp.dtype(jnp.float8_e4m3fn)
@@ -74,9 +81,10 @@ class Runner:
         self.steps: dict[str, Any] = {}
         # These are compiled when first used: saving is no part of a step, and `warm_page_moves` comes before the first.
         jit = functools.partial(jax.jit, compiler_options=NO_TRIALS)
-        self._read_slots, self._read_pages = jit(kv_store.read_slots), jit(kv_store.read_pages)
-        self._write_slots = jit(kv_store.write_slots, donate_argnums=0)
-        self._write_pages = jit(kv_store.write_pages, donate_argnums=0)
+        into_store = functools.partial(jit, donate_argnums=0, out_shardings=self._placed(KV))
+        self._read_slots, self._write_slots = jit(self._gather_slots), into_store(self._spread_slots)
+        self._read_pages = jit(kv_store.read_pages, out_shardings=self._placed(PAGE))
+        self._write_pages = into_store(kv_store.write_pages)
         self._warm_up(use_tqdm)
 
     def set_params(self, model: Llama) -> None:
@@ -91,11 +99,20 @@ class Runner:
     def reset(self) -> None:
         """Fresh device state, forgetting every page: at start, and after a step that failed."""
         self.store = None  # there is no room for two
-        self.store = kv_store.make_kv_store(self.config, self.num_pages, self.page_size, self.kv_dtype)
-        rows = self.batcher.max_num_seqs + 1
-        self.page_table = jnp.zeros((rows, self.batcher.max_pages), jnp.int32)
-        self.last_tokens = jnp.zeros(rows, jnp.int32)
+        self.store = self._make_store(self.num_pages, self._placed(KV))
+        rows, everywhere = self.batcher.max_num_seqs + 1, self._placed(EVERYWHERE)
+        self.page_table = jnp.zeros((rows, self.batcher.max_pages), jnp.int32, device=everywhere)
+        self.last_tokens = jnp.zeros(rows, jnp.int32, device=everywhere)
         self.rules = LogitRules.empty(rows, self.config.vocab_size)
+        if self.mesh is not None:
+            self.rules = jax.device_put(self.rules, everywhere)
+
+    def _make_store(self, num_pages: int, sharding: jax.sharding.Sharding | None = None) -> KVStore:
+        return kv_store.make_kv_store(self.split.padded, num_pages, self.page_size, self.kv_dtype, sharding)
+
+    def _placed(self, spec: jax.sharding.PartitionSpec, **memory: str) -> jax.sharding.NamedSharding | None:
+        """Where arrays of this kind are; None for where JAX puts them on one device."""
+        return None if self.mesh is None else jax.sharding.NamedSharding(self.mesh, spec, **memory)
 
     def dispatch(self, batch: StepBatch) -> tuple[Int[Array, " rows"], Logprobs | None]:
         """Starts one step; returns each row's last sampled token, and log-probabilities if any are wanted, which are
@@ -141,26 +158,53 @@ class Runner:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Of the weights."""
-        return fingerprint(self.params)
+        """Of the weights, on however many devices they are."""
+        gather = jax.jit(self.split.gather, static_argnums=(1, 2, 3))
+        return fingerprint(self.params, lambda index, array: gather(array, *self.layout[index]))
+
+    def whole_scales(self) -> tuple[Scales, ...]:
+        """Those of the model's KV heads."""
+        shape = (self.config.num_kv_heads,)
+        return jax.tree.map(lambda scale: self.split.gather(scale, "kv", 0, shape), self.scales)
 
     @functools.cached_property
     def host_memory(self) -> jax.sharding.Sharding | None:
         """Pinned memory of the host, from and to which the device copies by itself; None where there is none."""
-        device = next(iter(self.store[0][0].devices()))
+        device = self.devices[0]
         kinds = {memory.kind for memory in device.addressable_memories()}
         if device.platform == "cpu" or "pinned_host" not in kinds:
             return None
-        return jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+        placed = self._placed(PAGE, memory_kind="pinned_host")
+        return placed or jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+
+    @functools.cached_property
+    def devices(self) -> list[jax.Device]:
+        """Those that have the store."""
+        return list(self.mesh.devices.flat) if self.mesh is not None else list(self.last_tokens.devices())
+
+    def put(self, values: Any, spec: jax.sharding.PartitionSpec = EVERYWHERE) -> Any:
+        """Starts to copy arrays to the devices, all of it to each, or as the spec says."""
+        # A bare device would mean: in any memory.
+        return jax.device_put(values, self._placed(spec) or jax.sharding.SingleDeviceSharding(self.devices[0]))
 
     def read_slots(self, slots: Int[np.ndarray, " n"]) -> Shaped[Array, "n L 2 Hkv D"]:
+        """K and V of the model's KV heads, on however many devices they are."""
         return self._read_slots(self.store, slots)
 
     def write_slots(self, slots: Int[np.ndarray, " n"], values: Shaped[Array, "n L 2 Hkv D"]) -> None:
+        """What `read_slots` read, on the devices."""
         self.store = self._write_slots(self.store, slots, values)
 
+    def _gather_slots(self, store: KVStore, slots: Int[Array, " n"]) -> Shaped[Array, "n L 2 heads D"]:
+        values = kv_store.read_slots(store, slots)
+        return self.split.gather(values, "kv", 3, (*values.shape[:3], self.config.num_kv_heads, values.shape[4]))
+
+    def _spread_slots(self, store: KVStore, slots: Int[Array, " n"], values: Shaped[Array, "n L 2 heads D"]) -> KVStore:
+        shape = (*values.shape[:3], self.split.padded.num_kv_heads, values.shape[4])
+        return kv_store.write_slots(store, slots, self.split.spread(values, "kv", 3, shape))
+
     def read_pages(self, pages: list[int]) -> list[Shaped[Array, "S L 2 Hkv D"]]:
-        """Starts to copy pages, as they are before the next step, to host memory."""
+        """Starts to copy pages, as they are before the next step, to host memory: from each device its heads."""
         copies: list[Array] = []
         for group in _groups(np.array(pages, np.int32), PAGE_GROUP):
             copies += self._read_pages(self.store, self._slots_of(group))[: len(group)]
@@ -176,8 +220,7 @@ class Runner:
 
     def to_device(self, pages: list[Array | np.ndarray]) -> list[Array]:
         """Starts to copy them, from host memory."""
-        device = next(iter(self.store[0][0].devices()))
-        return jax.device_put(pages, jax.sharding.SingleDeviceSharding(device))  # a bare device means: in any memory
+        return self.put(pages, PAGE)
 
     def write_pages(self, arrivals: Mapping[int, Array]) -> None:
         """Puts what `to_device` returned into the pages that are its keys."""
@@ -199,19 +242,29 @@ class Runner:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def lower(
-        self, bucket: Bucket, num_pages: int, platforms: tuple[str, ...] | None = None, sharding: Any = None
-    ) -> Any:
-        """The step of one bucket over a store of `num_pages`, lowered but not compiled; for this device, or platforms,
-        or the device of a sharding."""
-        make_store = functools.partial(kv_store.make_kv_store, self.config, num_pages, self.page_size, self.kv_dtype)
+    def lower(self, bucket: Bucket, num_pages: int, platforms: tuple[str, ...] | None = None) -> Any:
+        """The step of one bucket over a store of `num_pages`, lowered but not compiled; for these devices, or
+        platforms."""
         rows = self.batcher.max_num_seqs + 1
-        make_rules = functools.partial(LogitRules.empty, rows, self.config.vocab_size)
-        params, scales, store, rules = jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
-            (self.params, self.scales, jax.eval_shape(make_store), jax.eval_shape(make_rules)),
+        int32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+        arrays = (
+            self.params,
+            self.scales,
+            jax.eval_shape(functools.partial(self._make_store, num_pages)),
+            int32((rows, self.batcher.max_pages)),
+            int32((rows,)),
+            jax.eval_shape(functools.partial(LogitRules.empty, rows, self.config.vocab_size)),
+            int32((bucket.packed_len,)),
         )
-        int32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32, sharding=sharding)
+        of_params = [EVERYWHERE if self.mesh is None else array.sharding.spec for array in self.params]
+        specs = (of_params, HEADS, KV, *[EVERYWHERE] * 4)
+        arguments = jax.tree.map(
+            lambda spec, tree: jax.tree.map(
+                lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=self._placed(spec)), tree
+            ),
+            specs,
+            arrays,
+        )
         step_of_bucket = functools.partial(
             step,
             graph=self.graph,
@@ -219,16 +272,15 @@ class Runner:
             bucket=bucket,
             page_size=self.page_size,
             attention=self.attention,
-            configs=tile_configs(bucket, self.config, self.dtype, self.attention, self.page_size),
+            configs=tile_configs(bucket, self.split.local, self.dtype, self.attention, self.page_size),
             processors=self.processors,
         )
-        jitted = jax.jit(step_of_bucket, donate_argnames=("store", "page_table", "rules"))
-        table, last_tokens = int32((rows, self.batcher.max_pages)), int32((rows,))
-        traced = jitted.trace(params, scales, store, table, last_tokens, rules, int32((bucket.packed_len,)))
-        return traced.lower(lowering_platforms=platforms)
+        run = on_each(step_of_bucket, self.mesh, specs, (KV, *[EVERYWHERE] * 4))
+        jitted = jax.jit(run, donate_argnums=(2, 3, 5))
+        return jitted.trace(*arguments).lower(lowering_platforms=platforms)
 
     def compile(self, bucket: Bucket, num_pages: int) -> Any:
-        """The step of one bucket over a store of `num_pages`, for this device; from disk if it is kept there."""
+        """The step of one bucket over a store of `num_pages`, for these devices; from disk if it is kept there."""
         options = self.compiler_options(bucket)
 
         def compile() -> Any:
@@ -239,7 +291,8 @@ class Runner:
         sizes = num_pages, self.page_size, self.batcher.max_num_seqs, self.batcher.max_pages
         kinds = self.dtype, self.kv_dtype, [(p.shape, p.dtype) for p in self.params]
         key = (bucket, self.config, sizes, kinds, self.attention, sorted(options.items()))
-        return keep(key, list(self.params[0].devices()), compile)
+        devices = self.mesh.devices.flat if self.mesh is not None else self.params[0].devices()
+        return keep(key, list(devices), compile)
 
     def compiler_options(self, bucket: Bucket) -> dict[str, Any]:
         if not is_compiled(self.attention):
@@ -249,12 +302,13 @@ class Runner:
         return NO_TRIALS | products | (BESIDE_OPTIONS if bucket.kind == "shared" else {})
 
     def _measure_num_pages(self, memory_fraction: float) -> int:
-        """Pages for what is free: on a device that reports its memory, after the largest bucket ran over a store of one
-        page; on a host, a tenth of its memory, or as much as all rows can use if that is less."""
-        page = kv_store.page_bytes(self.config, self.page_size, self.kv_dtype)
-        limit = kv_store.max_pages(self.config, self.page_size, self.kv_dtype) - 1
-        if not _memory_stats():
-            free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * memory_fraction / 10
+        """Pages for what is free on each device: on one that reports its memory, after the largest bucket ran over a
+        store of one page; on a host, a tenth of its memory, or as much as all rows can use if that is less."""
+        sizes = self.split.local, self.page_size, self.kv_dtype
+        page, limit = kv_store.page_bytes(*sizes), kv_store.max_pages(*sizes) - 1
+        if not _memory_stats(self.mesh):
+            host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / self.split.num_devices
+            free = host * memory_fraction / 10
             limit = min(limit, self.batcher.max_num_seqs * self.batcher.max_pages)
         else:
             largest = max(self.batcher.buckets, key=lambda bucket: bucket.num_tokens)
@@ -263,10 +317,12 @@ class Runner:
             batch = self.batcher.build(StepPlan(), largest)
             run = self.compile(largest, 1)
             jax.block_until_ready(self._run(run, batch.packed))
-            stats = _memory_stats()
             # Not the peak of the process: that counts what an earlier engine had, too.
-            used = stats["bytes_in_use"] + run.memory_analysis().temp_size_in_bytes
-            free = stats["bytes_limit"] * memory_fraction - used
+            temporary = run.memory_analysis().temp_size_in_bytes
+            free = min(
+                stats["bytes_limit"] * memory_fraction - stats["bytes_in_use"] - temporary
+                for stats in _memory_stats(self.mesh)
+            )
         if free < page:
             raise MemoryError(f"no memory for one page: a page takes {page:,} bytes, {int(free):,} are free")
         num_pages = min(limit, int(free // page))
@@ -276,8 +332,9 @@ class Runner:
 
     def _warm_up(self, use_tqdm: bool) -> None:
         """Compiles every bucket, in parallel, and runs each once over padding. Nothing is compiled afterwards."""
-        jit = functools.partial(jax.jit, donate_argnums=0)
-        copy = jit(functools.partial(kv_store.copy_pages, page_size=self.page_size))
+        jit = functools.partial(jax.jit, donate_argnums=0, out_shardings=self._placed(EVERYWHERE))
+        copy = functools.partial(kv_store.copy_pages, page_size=self.page_size)
+        copy = jax.jit(copy, donate_argnums=0, out_shardings=self._placed(KV))
         pair = (jax.ShapeDtypeStruct((COPY_GROUP,), jnp.int32),) * 2
         self._copy_pages = copy.lower(self.store, *pair).compile(compiler_options=NO_TRIALS)
         pair = (jax.ShapeDtypeStruct((CHANGE_GROUP,), jnp.int32),) * 2
@@ -288,9 +345,14 @@ class Runner:
             arrays = np.zeros(size, np.int32), np.zeros((size, rules.packed_len), np.int32)
             self._set_rules[size] = jit(set_rules).lower(self.rules, *arrays).compile(compiler_options=NO_TRIALS)
         self._set_bans = jit(set_bans).lower(self.rules, np.int32(0), rules.banned).compile(compiler_options=NO_TRIALS)
-        buckets = self.batcher.buckets
+        buckets, device = self.batcher.buckets, jax.config.jax_default_device
+
+        def compile(bucket: Bucket) -> Any:
+            with jax.default_device(device):  # what is set for this thread is not for others
+                return self.compile(bucket, self.num_pages)
+
         with ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2)) as pool:
-            compiled = {pool.submit(self.compile, bucket, self.num_pages): bucket for bucket in buckets}
+            compiled = {pool.submit(compile, bucket): bucket for bucket in buckets}
             for future in tqdm(as_completed(compiled), "compiling", len(buckets), unit="bucket", disable=not use_tqdm):
                 self.steps[compiled[future].name] = future.result()
         for bucket in buckets:
@@ -402,6 +464,7 @@ def _groups(rows: np.ndarray, size: int) -> Iterable[np.ndarray]:
     return (rows[i : i + size] for i in range(0, len(rows), size))
 
 
-def _memory_stats() -> dict[str, int] | None:
-    device = jnp.zeros(()).devices().pop()
-    return device.memory_stats()
+def _memory_stats(mesh: jax.sharding.Mesh | None) -> list[dict[str, int]]:
+    """Of each device that tells."""
+    devices = jnp.zeros(()).devices() if mesh is None else mesh.devices.flat
+    return [stats for device in devices if (stats := device.memory_stats())]

@@ -1,7 +1,7 @@
 """Checkpoints to a model on the device: safetensors folders, GGUF files, Orbax folders, or random weights for a config.
 
 One parameter at a time: its tensors are read, sent to the device as they lie in the file, and transposed, fused and
-converted there. The host never holds more than the tensors of one parameter.
+converted there; of several devices, each is sent its part. The host never holds more than the tensors of one parameter.
 """
 
 import hashlib
@@ -73,17 +73,20 @@ def load_model(
     dtype: Any,
     load_format: str = "auto",
     seed: int = 0,
+    mesh: jax.sharding.Mesh | None = None,
     use_tqdm: bool = False,
 ) -> Llama:
-    """The model with every parameter on the default device in `dtype`; `seed` is for load_format "dummy" alone.
+    """The model with every parameter in `dtype`, on the default device or split among those of `mesh`; `seed` is for
+    load_format "dummy" alone.
 
     CheckpointError names every tensor that is missing, left over, damaged or of the wrong shape, and its file.
     """
     if load_format == "dummy":
-        return Llama(config, dtype=dtype, rngs=nnx.Rngs(seed))
+        return Llama(config, dtype=dtype, rngs=nnx.Rngs(seed), mesh=mesh)
     if not isinstance(source, (str, Path)):
         raise ValueError('a config has no weights; pass load_format="dummy" for random ones')
-    model = Llama(config, dtype=dtype)
+    model = Llama(config, dtype=dtype, mesh=mesh)
+    devices = [None] if mesh is None else list(mesh.devices.flat)
     stored = open_tensors(source, model, load_format)
     parameters = list(_parameters(model, stored))
     sizes = [math.prod(parameter.get_value().shape) * jnp.dtype(dtype).itemsize for parameter, *_ in parameters]
@@ -91,14 +94,20 @@ def load_model(
         for (parameter, names, convert), size in zip(parameters, sizes, strict=True):
             # Each is waited for: what is still to be copied to the device would pile up on the host.
             values = [stored[name].read() for name in names]
-            tensors = jax.device_put(values)
-            value = jax.block_until_ready(convert(*tensors, dtype=dtype))
-            for tensor in tensors:
-                tensor.delete()
+            parts = []
+            for index, device in enumerate(devices):
+                tensors = [part for pair in zip(names, values, strict=True) for part in model.split.part(*pair, index)]
+                tensors = jax.device_put(tensors, device)
+                parts.append(jax.block_until_ready(convert(*tensors, dtype=dtype)))
+                for tensor in tensors:
+                    tensor.delete()
             _let_go(values)
-            if dtype == jnp.float16 and not jnp.isfinite(value).all():
+            if dtype == jnp.float16 and not all(jnp.isfinite(part).all() for part in parts):
                 files = ", ".join({str(stored[name].file): None for name in names})
                 raise CheckpointError(f"{files}: {', '.join(names)}: values that float16 cannot hold; use bfloat16")
+            whole, value = parameter.get_value(), parts[0]
+            if mesh is not None:
+                value = jax.make_array_from_single_device_arrays(whole.shape, whole.sharding, parts)
             parameter.set_value(value)
             progress.update(size)
     return model
@@ -139,16 +148,22 @@ def open_tensors(path: str | Path, model: Llama, load_format: str = "auto") -> d
 def checksum(array: jax.Array) -> jax.Array:
     """32 bits of all its bits: no element can change, or two change places, unseen; equal on all devices."""
     kind = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[array.dtype.itemsize]
-    bits = jax.lax.bitcast_convert_type(array, kind).reshape(-1).astype(jnp.uint32)
-    return jnp.sum(bits * (2 * jnp.arange(bits.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(array, kind).astype(jnp.uint32)
+    index = jnp.zeros((), jnp.uint32)  # in the flat array, which is never made: its parts may be on several devices
+    for axis, size in enumerate(bits.shape):
+        index = index * np.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, axis)
+    return jnp.sum(bits * (2 * index + 1), dtype=jnp.uint32)
 
 
-def fingerprint(params: Any) -> str:
+def fingerprint(params: Any, whole: Callable[[int, jax.Array], jax.Array] = lambda index, array: array) -> str:
     """Of the weights in a pytree, as they are computed with: sha256 of each array's shape, dtype and checksum, in
-    order. One pass over the weights, on their device; equal in every process and on every device."""
-    arrays = jax.tree.leaves(params)
-    sums = jax.device_get([checksum(array) for array in arrays])
-    parts = [(array.shape, array.dtype.name, int(value)) for array, value in zip(arrays, sums, strict=True)]
+    order. One pass over the weights, on their device; equal in every process and on every device. whole: makes of the
+    array at an index what it is on one device."""
+    arrays, sums = jax.tree.leaves(params), []
+    for index, array in enumerate(arrays):
+        array = whole(index, array)
+        sums.append((array.shape, array.dtype.name, checksum(array)))
+    parts = [(shape, name, int(value)) for shape, name, value in jax.device_get(sums)]
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
@@ -181,12 +196,11 @@ def _as_is(tensor, *, dtype):
     return tensor.astype(dtype)
 
 
-@partial(jax.jit, static_argnames=("sizes", "rows", "axis", "dtype"))
-def _fused(*tensors, sizes=None, rows=(-1,), axis=0, dtype):
+@partial(jax.jit, static_argnames=("rows", "axis", "dtype"))
+def _fused(*tensors, rows=(-1,), axis=0, dtype):
     """Linear weights [out, E], or biases [out], each with its rows as `rows` says, joined along `axis` to one parameter
-    [E, ...], or [...]. sizes: of the parts that are one tensor in the file."""
-    parts = tensors if sizes is None else jnp.split(tensors[0], np.cumsum(sizes)[:-1])
-    parts = [part.astype(dtype).reshape(*rows, *part.shape[1:]) for part in parts]
+    [E, ...], or [...]."""
+    parts = [part.astype(dtype).reshape(*rows, *part.shape[1:]) for part in tensors]
     joined = jnp.concatenate(parts, axis)
     return jnp.moveaxis(joined, -1, 0) if tensors[0].ndim == 2 else joined
 
@@ -208,16 +222,13 @@ def _parameters(
     width, mlp_width = config.hidden_size, config.intermediate_size
     q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     qkv_rows = {"q": q_rows, "k": kv_rows, "v": kv_rows}
-    by_kv_head = partial(_fused, rows=(config.num_kv_heads, -1, config.head_dim), axis=1)
+    by_kv_head = partial(_fused, rows=(model.split.local.num_kv_heads, -1, config.head_dim), axis=1)
     by_column = partial(_fused, rows=(1, -1))
 
-    def joined(parts, packed, convert):
+    def joined(parts, *packed):
         """The tensors of `parts`, or the first of `packed` that is stored, with their rows one after the other."""
-        for name in packed:
-            if name in stored:
-                sizes = tuple(shape[0] for shape in parts.values())
-                return {name: (sum(sizes), width)}, partial(convert, sizes=sizes)
-        return parts, convert
+        rows = sum(shape[0] for shape in parts.values())
+        return next(({name: (rows, width)} for name in packed if name in stored), parts)
 
     yield model.embed, {EMBED: (config.vocab_size, width)}, _as_is
     for index, layer in enumerate(model.layers):
@@ -227,7 +238,7 @@ def _parameters(
         qkv = {f"{attention}.{kind}_proj.weight": (rows, width) for kind, rows in qkv_rows.items()}
         gate_up = {f"{mlp}.{kind}_proj.weight": (mlp_width, width) for kind in ("gate", "up")}
         yield layer.input_norm, {f"{prefix}.input_layernorm.weight": (width,)}, _as_is
-        yield layer.qkv, *joined(qkv, [f"{attention}.qkv_proj.weight", f"{attention}.W_pack.weight"], by_kv_head)
+        yield layer.qkv, joined(qkv, f"{attention}.qkv_proj.weight", f"{attention}.W_pack.weight"), by_kv_head
         if config.qkv_bias:
             yield layer.qkv_bias, {f"{attention}.{kind}_proj.bias": (qkv_rows[kind],) for kind in "qkv"}, by_kv_head
         if config.qk_norm:
@@ -235,7 +246,7 @@ def _parameters(
             yield layer.k_norm, {f"{attention}.k_norm.weight": (config.head_dim,)}, _as_is
         yield layer.o, {f"{attention}.o_proj.weight": (width, q_rows)}, _fused
         yield layer.mlp_norm, {f"{prefix}.{before_mlp}.weight": (width,)}, _as_is
-        yield layer.gate_up, *joined(gate_up, [f"{mlp}.gate_up_proj.weight"], by_column)
+        yield layer.gate_up, joined(gate_up, f"{mlp}.gate_up_proj.weight"), by_column
         yield layer.down, {f"{mlp}.down_proj.weight": (width, mlp_width)}, _fused
         if config.post_norms:
             yield layer.attention_post_norm, {f"{prefix}.post_attention_layernorm.weight": (width,)}, _as_is

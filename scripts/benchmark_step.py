@@ -55,6 +55,14 @@ MODELS = {
         vocab_size=125696, hidden_size=5120, intermediate_size=13696, num_layers=40, num_heads=40, num_kv_heads=40,
         head_dim=128, max_position=4096, alibi=True, norm_head=True,
     ),
+    "llama-2-70b": LlamaConfig(
+        vocab_size=32000, hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64, num_kv_heads=8,
+        head_dim=128, max_position=16384, rms_norm_eps=1e-5,
+    ),
+    "llama-2-13b": LlamaConfig(
+        vocab_size=32000, hidden_size=5120, intermediate_size=13824, num_layers=40, num_heads=40, num_kv_heads=40,
+        head_dim=128, max_position=16384, rms_norm_eps=1e-5,
+    ),
     "tiny": LlamaConfig(
         vocab_size=512, hidden_size=64, intermediate_size=128, num_layers=2, num_heads=4, num_kv_heads=2,
         head_dim=16, max_position=16384,

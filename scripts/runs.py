@@ -77,7 +77,8 @@ class Bench:
         **engine,
     ):
         """model: one of benchmark_step.MODELS, whose weights are then random, or a path. product_size: the side of the
-        matrices that measure the limits; None: what suits the device. ValueError as LLM raises it."""
+        matrices that measure the limits, which are those of all devices together; None: what suits the device.
+        ValueError as LLM raises it."""
         use_compilation_cache()
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         source, self.name = MODELS.get(model, model), model if model in MODELS else Path(model).stem
@@ -85,7 +86,9 @@ class Bench:
             load_format = "dummy"
         on_cpu = jax.devices()[0].platform == "cpu"
         size = product_size or (1024 if on_cpu else 8192)
-        self.ceilings = measure_ceilings(size, jnp.float32 if on_cpu else jnp.bfloat16)
+        num_devices, dtype_of_limits = engine.get("tensor_parallel_size", 1), jnp.float32 if on_cpu else jnp.bfloat16
+        self.name += f" on {num_devices} devices" if num_devices > 1 else ""
+        self.ceilings = {name: num_devices * limit for name, limit in measure_ceilings(size, dtype_of_limits).items()}
         started = time.monotonic()
         self.llm = LLM(source, load_format=load_format, dtype=dtype, tokenizer=tokenizer, use_tqdm=False, **engine)
         self.start_seconds = time.monotonic() - started
@@ -227,7 +230,7 @@ def add_engine_options(parser: argparse.ArgumentParser, model: str | None) -> No
     add("--tokenizer", type=Path, help="folder, GGUF file or tokenizer.json, gzipped or not (default: the model's own)")
     add("--dtype", default="auto", help="float32 or bfloat16 (auto: float32 on a CPU)")
     add("--load-format", default="auto", help='"dummy": random weights for the config')
-    add("--tensor-parallel-size", type=int, default=1)
+    add("--tensor-parallel-size", type=int, default=1, help="devices that share the model")
     add("--max-model-len", type=int)
     add("--max-num-seqs", type=int)
     add("--max-num-batched-tokens", type=int)

@@ -89,7 +89,17 @@ class Answers:
 
 
 def build_engine(args: argparse.Namespace, **options) -> LLM:
-    names = ("tokenizer", "dtype", "load_format", "device", "page_size", "num_pages", "memory_fraction", "max_num_seqs")
+    names = (
+        "tokenizer",
+        "dtype",
+        "load_format",
+        "device",
+        "tensor_parallel_size",
+        "page_size",
+        "num_pages",
+        "memory_fraction",
+        "max_num_seqs",
+    )
     names += (
         "max_num_batched_tokens",
         "max_model_len",
@@ -256,6 +266,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add(
         "--save-prefixes", type=Path, metavar="PATH", help="keep the system message's K and V, and all that were loaded"
     )
+    add("--tensor-parallel-size", type=int, default=1, metavar="N", help="devices that share the model")
     add("--device", help='a JAX platform, "cpu", "gpu" or "cuda" (default: the best there is)')
     args = parser.parse_args(argv)
     if args.compare and args.no_enable_prefix_caching:

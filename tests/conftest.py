@@ -17,6 +17,7 @@ INNER_MODULES = {
 }
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax is first imported
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 check_types = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int will do for a float
 install_import_hook([*INNER_MODULES, "pallas_kernels"], f"{__name__}.check_types")
 

@@ -168,7 +168,7 @@ def test_sampling_parameters_at_the_edges_are_accepted(llm):
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size must be 1, got 2"),
+        ({"tensor_parallel_size": 99}, "tensor_parallel_size is 99, but JAX has 8 devices"),
         ({"page_size": 0}, "page_size must be a positive integer, got 0"),
         ({"num_pages": -1}, "num_pages must be a positive integer, got -1"),
         ({"max_num_seqs": True}, "max_num_seqs must be a positive integer, got True"),

@@ -426,13 +426,31 @@ def test_the_original_command_runs(scripts, tmp_path, capsys):
     assert {"copy_bytes_per_s", "product_flop_per_s"} == found.content["ceilings"].keys()
 
 
-def test_several_devices_are_refused_by_the_engine(tmp_path, capsys):
+def test_random_weights_on_two_devices():
+    with compiling_once():
+        bench = Bench("tiny", tensor_parallel_size=2, product_size=64, **SMALL)
+    assert bench.name == "tiny on 2 devices"
+    assert all(len(array.devices()) == 2 for array in bench.llm.engine.runner.params)
+    made = workloads.random_lengths([(5, 2)], vocab_size=300, seed=0)
+    assert bench.run(made, ALL_ON).answers == bench.run(made, OFF).answers != []
+
+
+def test_more_devices_than_there_are_are_refused(tmp_path, capsys):
     with compiling_once():
         status = benchmark_throughput.main(
-            ["--model", str(tiny_folder()), "--tensor-parallel-size", "8", "--product", "64", "--folder", str(tmp_path)]
+            [
+                "--model",
+                str(tiny_folder()),
+                "--tensor-parallel-size",
+                "99",
+                "--product",
+                "64",
+                "--folder",
+                str(tmp_path),
+            ]
         )
     assert status == 2
-    assert "tensor_parallel_size must be 1, got 8" in capsys.readouterr().err
+    assert "tensor_parallel_size is 99, but JAX has 8 devices" in capsys.readouterr().err
     assert not list(tmp_path.glob("*.json"))
 
 

@@ -17,7 +17,7 @@ WHEELS = Path(sys.prefix) / "h200"  # jax-cuda13-plugin and jax-cuda13-pjrt, whe
 
 
 def run_apart(script: str, *arguments: str, **env: str) -> subprocess.CompletedProcess:
-    paths = [str(HERE.parent), str(HERE), str(WHEELS)]
+    paths = [str(HERE.parent), str(HERE), str(HERE.parent / "scripts"), str(WHEELS)]
     command = [sys.executable, str(HERE / script), *arguments]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu", **env}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
@@ -25,18 +25,29 @@ def run_apart(script: str, *arguments: str, **env: str) -> subprocess.CompletedP
     return done
 
 
+def compiled_apart(folder: Path, num_devices: int, model: str, bucket: str, more: str = "") -> tuple[dict, str]:
+    """What h200.py found, and what XLA said; its dumps are in the folder."""
+    if not (WHEELS / "jax_plugins").is_dir() and importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+        pytest.skip(f"the wheels jax-cuda13-plugin and jax-cuda13-pjrt are not at hand: no folder {WHEELS}")
+    flags = f"--xla_dump_to={folder} --xla_dump_hlo_module_re=.*step.* {more}"
+    done = run_apart("h200.py", str(num_devices), model, bucket, XLA_FLAGS=flags, TF_CPP_MIN_LOG_LEVEL="0")
+    return json.loads(done.stdout.splitlines()[-1])[bucket], done.stderr
+
+
+def top_of(sequence: str) -> list[str]:
+    """What is launched from the host, graphs as one."""
+    return [line for line in sequence.splitlines() if not line.startswith(" ")]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("bucket", ["decode_1", "decode_64", "shared_64", "mixed_512"])
 def test_a_step_compiled_for_an_h200(bucket, tmp_path):
     """No K or V is copied, the step is one CUDA graph, in which wide tiles beside narrow ones begin first and end
     whenever they do, and no register is spilled, but for a few of tiles of 128 rows, around their loop."""
-    if not (WHEELS / "jax_plugins").is_dir() and importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
-        pytest.skip(f"the wheels jax-cuda13-plugin and jax-cuda13-pjrt are not at hand: no folder {WHEELS}")
-    flags = f"--xla_dump_to={tmp_path} --xla_dump_hlo_module_re=.*step.*"
-    done = run_apart("h200.py", bucket, XLA_FLAGS=flags, TF_CPP_MIN_LOG_LEVEL="0")
-    small, large = json.loads(done.stdout.splitlines()[-1])[bucket]["temporary"]
+    found, said = compiled_apart(tmp_path, 1, "tiny", bucket)
+    small, large = found["temporary"]
     assert small == large, "temporary memory does not grow with the number of pages"
-    spilled = dict(re.findall(r"in function '(\w+)', (\d+) bytes spill stores", done.stderr))
+    spilled = dict(re.findall(r"in function '(\w+)', (\d+) bytes spill stores", said))
     allowed = {"tile_attention_32": 44, "hopper_attention_32_mosaic_gpu_kernel": 108, "new_body_mosaic_gpu_kernel": 108}
     assert all(int(size) <= allowed.get(name, 0) for name, size in spilled.items()), spilled
     sequences = list(tmp_path.glob("*thunk_sequence_after_thunk_passes.txt"))
@@ -44,7 +55,7 @@ def test_a_step_compiled_for_an_h200(bucket, tmp_path):
     for path in sequences:
         text = path.read_text()
         if ONE_GRAPH or bucket == "decode_1":
-            top = [line for line in text.splitlines() if not line.startswith(" ")]
+            top = top_of(text)
             assert len(top) == 1 and "kCommandBuffer" in top[0]
         if bucket == "shared_64":
             named = "tile_attention_1 |tile_attention_32 |kCustomCall\n|merge "
@@ -54,6 +65,31 @@ def test_a_step_compiled_for_an_h200(bucket, tmp_path):
             assert names == [wide, "narrow", "merge"] * 2 and wide != "narrow"
             (begun, _, _), (_, waits_for, _) = kernels[-3:-1]
             assert int(waits_for) < int(begun), "the narrow tiles wait for the wide ones"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("bucket", "flags", "num_graphs"),
+    [("decode_64", "", 3), ("mixed_512", "", 5), ("decode_64", "--xla_gpu_enable_command_buffer=+COLLECTIVES", 1)],
+)
+def test_a_step_of_two_h200s(bucket, flags, num_graphs, tmp_path):
+    """Two layers of Llama 2 70B: each device has half of everything that is split, no K or V is copied, and the devices
+    exchange one sum for the embedding, two a layer, and logits. There graphs end, unless XLA is told otherwise."""
+    found, _ = compiled_apart(tmp_path, 2, "2", bucket, flags)
+    layer = 8192 * (80 * 128 + 64 * 128 + 3 * 28672)  # heads and their keys and values, output, MLP
+    everywhere = 5 * 8192
+    assert found["weights"] == 2 * (2 * layer + 2 * 32000 * 8192) // 2 + 2 * everywhere
+    small, large = found["temporary"]
+    assert small == large, "temporary memory does not grow with the number of pages"
+    pages = 4500 * 2 * 2 * 16 * 4 * 128 * 2  # two layers, K and V, four of the eight heads
+    for sizes in (found["arguments"], found["in_place"]):
+        assert sizes[1] - sizes[0] == pages, "half of each page on each device, written in place"
+    for path in tmp_path.glob("*gpu_after_optimizations.txt"):
+        kinds = re.findall(r" (all-\w+|reduce-scatter|collective-\w+)\(", path.read_text())
+        assert (kinds.count("all-reduce"), kinds.count("all-gather"), len(kinds)) == (5, 1, 6)
+    if ONE_GRAPH:
+        (top, *_) = (top_of(path.read_text()) for path in tmp_path.glob("*thunk_sequence_after_thunk_passes.txt"))
+        assert sum("kCommandBuffer" in line for line in top) == num_graphs
 
 
 @pytest.mark.slow

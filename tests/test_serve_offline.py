@@ -123,6 +123,7 @@ def test_options_reach_the_engine_and_the_sampling_parameters(engine, prompts):
     options = "--page-size 4 --num-pages 64 --memory-fraction 0.5 --max-num-seqs 8 --max-num-batched-tokens 32 "
     options += "--max-model-len 128 --schedule-policy lpm --eviction-policy cost --host-memory-gib 0.5 "
     options += "--device cpu --dtype bfloat16 --load-format dummy --no-enable-prefix-caching --model m "
+    options += "--tensor-parallel-size 2 "
     options += "--temperature 0.5 --top-p 0.9 --top-k 5 --seed 7 --prefix-pos 2"
     file = prompts("one", "", "three", name="p.txt")
     assert serve_offline.main([*options.split(), "--prompts", file, "--max-tokens", "3"]) == 0
@@ -132,7 +133,7 @@ def test_options_reach_the_engine_and_the_sampling_parameters(engine, prompts):
         "page_size": 4, "num_pages": 64, "memory_fraction": 0.5, "max_num_seqs": 8, "max_num_batched_tokens": 32,
         "max_model_len": 128, "schedule_policy": "lpm", "eviction_policy": "cost", "host_memory_gib": 0.5,
         "device": "cpu", "dtype": "bfloat16", "load_format": "dummy", "enable_prefix_caching": False,
-        "seed": 7, "tokenizer": None,
+        "seed": 7, "tokenizer": None, "tensor_parallel_size": 2,
     }  # fmt: skip
     sampled = [(p.temperature, p.top_p, p.top_k, p.seed, p.max_tokens) for _, p, _ in llm.asked]
     assert sampled == [(0.5, 0.9, 5, 7, 3), (0.5, 0.9, 5, 9, 3)]  # line 3 draws from seed + 2

@@ -3,7 +3,8 @@ it is handed. What the families differ in are switches of its config; `families.
 
 It knows nothing of pages, sequences or batches: where K and V go is `slots`, who reads what is `attend`.
 Queries, keys and values come from one product, gate and up from another; both are laid out by KV head and by MLP
-column, the axes a mesh can shard.
+column, which a mesh deals out (split.py): then each device runs the model over what it has, and what they found behind
+attention and behind the MLP is added up.
 """
 
 import math
@@ -16,14 +17,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.norm import add_rms_norm, rms_norm
 from pallas_kernels.qkv import rotate_and_write
-from pallas_kernels.scoring import alibi_slopes
 from pallas_kernels.tiles import Scales
 from prefix_jax.models import families
 from prefix_jax.models.rope import RopeByLength, plain_frequencies
+from prefix_jax.models.split import Split, spec
 
 Slots = Float[Array, "num_slots Hkv D"]
 KVStore = tuple[tuple[Slots, Slots], ...]
@@ -107,12 +109,11 @@ class LlamaConfig:
 
     def scoring(self, local: bool) -> dict[str, Any]:
         """What `attend` is to know of the scores of a local or a global layer: options of paged_attention, as far as
-        they are not its defaults."""
+        they are not its defaults, but for the slopes of ALiBi."""
         options = {
             "scale": self.attention_scale,
             "softcap": self.attention_softcap,
             "window": self.window if local else None,
-            "alibi_slopes": jnp.asarray(alibi_slopes(self.num_heads)) if self.alibi else None,
         }
         return {name: value for name, value in options.items() if value is not None}
 
@@ -156,36 +157,68 @@ def _activate(name: str, gate: Array) -> Array:
     return jax.nn.silu(gate) if name == "silu" else jax.nn.gelu(gate, approximate=True)
 
 
-def _parameter(shape: tuple[int, ...], dtype: Any, rngs: nnx.Rngs | None, start: float | None = None) -> nnx.Param:
-    """Random values, or `start` everywhere; without `rngs` there is a shape to be filled."""
-    if rngs is None:
-        return nnx.Param(jax.ShapeDtypeStruct(shape, dtype))
+def _initial(key: Array, shape: tuple[int, ...], dtype: Any, start: float | None) -> Array:
     initial = nnx.initializers.normal(0.02) if start is None else nnx.initializers.constant(start)
-    return nnx.Param(initial(rngs.params(), shape, dtype))
+    return initial(key, shape, dtype)
+
+
+@partial(jax.jit, static_argnums=range(1, 9))
+def _initial_parts(key, shape, dtype, start, split, kind, axis, padded, sharding):
+    whole = _initial(key, shape, dtype, start)
+    return jax.lax.with_sharding_constraint(split.spread(whole, kind, axis, padded), sharding)
+
+
+def _parameter(
+    shape: Callable[[LlamaConfig], tuple[int, ...]],
+    kind: str | None = None,
+    axis: int = 0,
+    *,
+    split: Split,
+    mesh: Mesh | None,
+    dtype: Any,
+    rngs: nnx.Rngs | None,
+    start: float | None = None,
+) -> nnx.Param:
+    """Random values, or `start` everywhere; without `rngs` there is a shape to be filled. With a mesh each device has
+    its units of the kind along the axis, and the values are those of one device."""
+    whole, padded = shape(split.config), shape(split.padded)
+    sharding = None if mesh is None else NamedSharding(mesh, spec(kind, axis))
+    if rngs is None:
+        value = jax.ShapeDtypeStruct(padded, dtype, sharding=sharding)
+    elif mesh is None:
+        value = _initial(rngs.params(), whole, dtype, start)
+    else:
+        value = _initial_parts(rngs.params(), whole, dtype, start, split, kind, axis, padded, sharding)
+    return nnx.Param(value, kind=kind, axis=axis, whole=whole)
+
+
+def _width(config: LlamaConfig) -> tuple[int]:
+    return (config.hidden_size,)
 
 
 class LlamaLayer(nnx.Module):
-    """Attention and MLP of one layer, with the residual stream through both. local: it has the config's window."""
+    """Attention and MLP of one layer, with the residual stream through both. local: it has the config's window. new:
+    makes a parameter."""
 
-    def __init__(self, config: LlamaConfig, *, local: bool = False, dtype: Any, rngs: nnx.Rngs | None):
-        new = partial(_parameter, dtype=dtype, rngs=rngs)
+    def __init__(self, split: Split, new: Callable[..., nnx.Param], *, local: bool = False):
+        config = split.config
         new_norm = partial(new, start=1 - config.norm_offset)
-        width, mlp_width = config.hidden_size, config.intermediate_size
-        self.config = config
+        self.config = split.local
+        self.split = split
         self.local = local
-        self.input_norm = new_norm((width,))
+        self.input_norm = new_norm(_width)
         # Per KV head: its G query heads, its key, its value.
-        self.qkv = new((width, config.num_kv_heads, config.group_size + 2, config.head_dim))
+        self.qkv = new(lambda c: (c.hidden_size, c.num_kv_heads, c.group_size + 2, c.head_dim), "qkv", 1)
         if config.qkv_bias:
-            self.qkv_bias = new((config.num_kv_heads, config.group_size + 2, config.head_dim))
+            self.qkv_bias = new(lambda c: (c.num_kv_heads, c.group_size + 2, c.head_dim), "qkv")
         if config.qk_norm:
-            self.q_norm, self.k_norm = new_norm((config.head_dim,)), new_norm((config.head_dim,))
-        self.o = new((config.num_heads * config.head_dim, width))
-        self.mlp_norm = new_norm((width,))
-        self.gate_up = new((width, 2, mlp_width))
-        self.down = new((mlp_width, width))
+            self.q_norm, self.k_norm = new_norm(lambda c: (c.head_dim,)), new_norm(lambda c: (c.head_dim,))
+        self.o = new(lambda c: (c.num_heads * c.head_dim, c.hidden_size), "q")
+        self.mlp_norm = new_norm(_width)
+        self.gate_up = new(lambda c: (c.hidden_size, 2, c.intermediate_size), "mlp", 2)
+        self.down = new(lambda c: (c.intermediate_size, c.hidden_size), "mlp")
         if config.post_norms:
-            self.attention_post_norm, self.mlp_post_norm = new_norm((width,)), new_norm((width,))
+            self.attention_post_norm, self.mlp_post_norm = new_norm(_width), new_norm(_width)
 
     def __call__(self, x, delta, phases, slots, k_slots, v_slots, scales, attend: Attend, implementation: str):
         """Takes and returns the residual stream in two parts, x and what is still to be added to it [T, E], and
@@ -203,38 +236,44 @@ class LlamaLayer(nnx.Module):
                 qkv, *phases, slots, k_slots, v_slots, scales, **before, implementation=implementation
             )
             options = config.scoring(self.local) | ({} if scales is None else {"scales": scales})
+            if config.alibi:
+                options["alibi_slopes"] = self.split.alibi_slopes()
             attended = attend(q, k_slots, v_slots, **options).reshape(x.shape[0], -1)
-            delta = _product("th,he->te", attended, self.o[...])
+            delta = self.split.sum(_product("th,he->te", attended, self.o[...]))
             if config.post_norms:
                 delta = rms_norm(delta, self.attention_post_norm[...], **norm_options)
         with jax.named_scope("mlp"):
             x, normed = norm(x, delta, self.mlp_norm[...])
             gate_up = _product("te,ecf->tcf", normed, self.gate_up[...])
-            delta = _product("tf,fe->te", _activate(config.activation, gate_up[:, 0]) * gate_up[:, 1], self.down[...])
+            activated = _activate(config.activation, gate_up[:, 0]) * gate_up[:, 1]
+            delta = self.split.sum(_product("tf,fe->te", activated, self.down[...]))
             if config.post_norms:
                 delta = rms_norm(delta, self.mlp_post_norm[...], **norm_options)
         return x, delta, k_slots, v_slots
 
 
 class Llama(nnx.Module):
-    """A decoder with random weights (normal, 0.02), or without `rngs` as shapes that a checkpoint fills.
+    """A decoder with random weights (normal, 0.02), or without `rngs` as shapes that a checkpoint fills. mesh: of the
+    devices that share it, along the axis split.AXIS; calls are then to be made inside split.on_each.
 
     RoPE that depends on the length of sequences is that for `max_position` unless `config.for_length` has settled it.
+    ValueError where it cannot be split among so many devices.
     """
 
-    def __init__(self, config: LlamaConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs | None = None):
+    def __init__(
+        self, config: LlamaConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs | None = None, mesh: Mesh | None = None
+    ):
         config = config if config.rope_by_length is None else config.for_length(None)
-        new = partial(_parameter, dtype=dtype, rngs=rngs)
         self.config = config
-        self.embed = new((config.vocab_size, config.hidden_size))
-        layers = [
-            LlamaLayer(config, local=config.is_local(index), dtype=dtype, rngs=rngs)
-            for index in range(config.num_layers)
-        ]
-        self.layers = nnx.List(layers)
-        self.norm = new((config.hidden_size,), start=1 - config.norm_offset)
+        self.split = split = Split(config, 1 if mesh is None else mesh.size)
+        new = partial(_parameter, split=split, mesh=mesh, dtype=dtype, rngs=rngs)
+        self.embed = new(lambda c: (c.vocab_size, c.hidden_size), "vocab")
+        self.layers = nnx.List(
+            [LlamaLayer(split, new, local=config.is_local(index)) for index in range(config.num_layers)]
+        )
+        self.norm = new(_width, start=1 - config.norm_offset)
         if not config.tie_word_embeddings:
-            self.lm_head = new((config.hidden_size, config.vocab_size))
+            self.lm_head = new(lambda c: (c.hidden_size, c.vocab_size), "vocab", 1)
 
     def __call__(
         self,
@@ -254,7 +293,7 @@ class Llama(nnx.Module):
         states and the store with this step written.
         """
         config = self.config
-        x = self.embed[...][tokens]
+        x = self.split.rows(self.embed[...], tokens)
         if config.embed_scale != 1.0:
             x = x * jnp.asarray(config.embed_scale, x.dtype)
         delta = jnp.zeros_like(x)
@@ -277,7 +316,13 @@ class Llama(nnx.Module):
     @property
     def dtype(self) -> Any:
         """Of the parameters, the hidden states and the KV store."""
-        return self.embed[...].dtype
+        return self.embed.get_value().dtype
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """Of the devices that have the parameters, or None."""
+        sharding = self.embed.get_value().sharding
+        return sharding.mesh if isinstance(sharding, NamedSharding) else None
 
     def logits(self, hidden: Float[Array, "B E"]) -> Float[Array, "B V"]:
         """float32 scores of the next token."""
@@ -285,5 +330,6 @@ class Llama(nnx.Module):
             logits = _product("be,ve->bv", hidden, self.embed[...], jnp.float32)
         else:
             logits = _product("be,ev->bv", hidden, self.lm_head[...], jnp.float32)
+        logits = self.split.join(logits)
         cap = self.config.logit_softcap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
