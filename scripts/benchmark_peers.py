@@ -174,8 +174,9 @@ RUNNERS: dict[str, Callable[[Workload, argparse.Namespace], Iterator[dict]]] = {
 
 
 def hf_config(config: LlamaConfig) -> dict:
-    """The contents of a Hugging Face config.json."""
-    return {
+    """The contents of a Hugging Face config.json. ValueError for a model that is more than a plain Llama."""
+    content = {
+        "architectures": ["LlamaForCausalLM"],
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -188,6 +189,9 @@ def hf_config(config: LlamaConfig) -> dict:
         "rope_theta": config.rope_theta,
         "tie_word_embeddings": config.tie_word_embeddings,
     }
+    if LlamaConfig.from_hf(content) != config:
+        raise ValueError(f"peers are given the sizes of plain Llamas alone, got {config}")
+    return content
 
 
 # The process that starts them -------------------------------------------------------------------------------------

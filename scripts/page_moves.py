@@ -11,6 +11,7 @@ import tempfile
 import time
 from array import array
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -65,6 +66,10 @@ def page_move_figures(config: LlamaConfig, length: int, folder: str | None) -> l
         load_prefixes(folder, engine)
         jax.block_until_ready(engine.runner.store)
 
+    whole = np.asarray(engine.runner.read_slots(np.arange(length, dtype=np.int32)))
+    alone = Path(folder) / "alone"
+    plain = seconds(lambda: (alone.write_bytes(whole.data), np.fromfile(alone, np.uint8)), lambda: None)
+    alone.unlink()
     answer(length)
     saves = seconds(lambda: save_prefixes(folder, engine, prefixes), lambda: None)
     loads = seconds(load, llm.reset_prefix_cache)
@@ -80,6 +85,7 @@ def page_move_figures(config: LlamaConfig, length: int, folder: str | None) -> l
         Figure.median(f"computing {length} positions", computed[length], "s"),
         Figure.median(f"saving {length} positions", saves, "s"),
         Figure.median(f"loading {length} positions", loads, "s"),
+        Figure.median(f"{whole.nbytes:,} bytes into a file on the same disk and back, and nothing else", plain, "s"),
         Figure("positions from which host memory beats computing, 0: none measured", even, ""),
     ]
     for count in computed:
