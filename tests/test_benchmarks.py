@@ -15,12 +15,14 @@ import benchmark_peers
 import benchmark_prefix_caching
 import benchmark_serving
 import benchmark_throughput
+import benchmark_two_gpus
 import profiles
 import pytest
 import render_results
 import rooflines
 import runs
 import workloads
+from benchmark_step import MODELS
 from engines import SMALL, compiling_once, tiny_folder
 from render_results import Figure
 from rooflines import max_running, roofline
@@ -785,3 +787,26 @@ def test_the_readmes_table_shows_rows_with_goals_of_long_files(tmp_path):
     assert "\n\n![many](benchmarks/results/many.png)\n" in render_results.render_readme(text, tmp_path)
     (tmp_path / "many.png").unlink()
     assert render_results.render_readme(shown, tmp_path) == shown
+
+
+def test_two_gpus_are_compared_by_what_both_ran():
+    rows = [
+        Figure("llama-2-13b: decode step, B = 64", 30.0, "ms", repeats=[30.0, 32.0]),
+        Figure("llama-2-13b on 2 devices: decode step, B = 64", 16.0, "ms", repeats=[16.0, 16.0]),
+        Figure("llama-2-13b: some workload, all on", 100.0, "output tokens/s", repeats=[100.0], better="higher"),
+        Figure("llama-2-13b on 2 devices: some workload, all on", 150.0, "output tokens/s", repeats=[150.0]),
+        Figure("llama-2-70b on 2 devices: decode step, B = 64", 40.0, "ms", repeats=[40.0]),
+        Figure("llama-2-13b: decode step, B = 64, in collectives", 5.0, "% of the time"),
+    ]
+    found = {row.what: row for row in benchmark_two_gpus.ratio_figures(rows)}
+    assert {what: (row.value, row.must) for what, row in found.items()} == {
+        "llama-2-13b, decode step, B = 64: times as fast on two GPUs": (1.9375, 1.5),
+        "llama-2-13b, some workload, all on: times as fast on two GPUs": (1.5, None),
+    }
+
+
+@pytest.mark.parametrize("model", ["qwen3-8b", "mistral-7b", "baichuan2-13b"])
+def test_a_peer_is_not_given_another_model(model):
+    """It would run a plain Llama of the same sizes, and the ratio would mean nothing."""
+    with pytest.raises(ValueError, match="plain Llamas"):
+        benchmark_peers.hf_config(MODELS[model])

@@ -1,0 +1,228 @@
+"""One model on two GPUs against one: steps, a workload with the cache on and off and shared pages read once or not;
+what is spent in collectives, with these inside the CUDA graph or between graphs; two engines side by side against one
+engine on both; and whether the tokens are the same.
+
+Every engine has a process of its own, so that what one has measured is not lost with another. Leave NVLink's multicast
+switched off where others share the host (NCCL_NVLS_ENABLE=0). Writes benchmarks/results/two_gpus.json.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from benchmark_step import LONGEST, MODELS, make_batch, time_step
+from benchmark_throughput import NUM_RUNNING, shared_prefix
+from profiles import profiled, time_shares
+from render_results import FOLDER, Figure, Results, device_name, own_command
+from runs import ALL_ON, AUTOMATIC, OFF, Bench
+from workloads import Item
+
+from prefix_jax import LLM, SamplingParams
+from prefix_jax.models.llama import LlamaConfig
+
+ENGINES = [("llama-3-8b", 1), ("llama-3-8b", 2), ("llama-2-13b", 1), ("llama-2-13b", 2), ("llama-2-70b", 2)]
+FASTER = ("llama-2-13b", 64), 1.5  # a decode step of this model and batch has to be so many times faster on two
+IN_GRAPH = "--xla_gpu_enable_command_buffer=+COLLECTIVES"
+COLLECTIVE = ("nccl", "AllReduce", "all-reduce", "AllGather", "all-gather")
+SAME = {  # whose heads do not divide between two, and whose do; so many layers: hidden, intermediate, heads, KV heads
+    "9 / 3 heads": (8, 576, 1536, 9, 3),
+    "32 / 8 heads": (4, 512, 1024, 32, 8),
+}
+
+
+# One engine, in a process of its own -----------------------------------------------------------------------------
+
+
+def engine_figures(model: str, num_devices: int, args: argparse.Namespace) -> Iterator[Figure]:
+    options = {"max_num_seqs": NUM_RUNNING} if args.scale == 1 else {"max_num_seqs": 16, "max_num_batched_tokens": 512}
+    length = min(LONGEST, MODELS[model].max_position)
+    bench = Bench(
+        model,
+        dtype=args.dtype,
+        product_size=args.product,
+        tensor_parallel_size=num_devices,
+        max_model_len=length,
+        seed=0,
+        **options,
+    )
+    what = bench.name + (", collectives in the graph" if IN_GRAPH in os.environ.get("XLA_FLAGS", "") else "")
+    yield Figure(f"{what}: engine start", bench.start_seconds, "s")
+    runner = bench.llm.engine.runner
+    works = {f"decode step, B = {batch}": [(args.context - 1, 1)] * batch for batch in args.batch}
+    works[f"prefill step of {args.prefill} tokens"] = [(0, args.prefill)]
+    for name, chunks in works.items():
+        batch = make_batch(runner.batcher, runner.num_pages, chunks, runner.config.vocab_size)
+        seconds = time_step(runner, batch, args.calls, args.repeats)
+        yield Figure.median(f"{what}: {name}", [s * 1e3 for s in seconds], "ms")
+        again = dataclasses.replace(batch, early_changes=np.zeros((2, 0), np.int32))
+        if events := profiled(lambda again=again: jax.block_until_ready([runner.dispatch(again) for _ in range(5)])):
+            shares = time_shares(events)[1]
+            spent = sum(share for kernel, share in shares.items() if any(part in kernel for part in COLLECTIVE))
+            yield Figure(f"{what}: {name}, in collectives", 100 * spent / num_devices, "% of the time")
+    runner.reset()
+    bench.warm_up()
+    sizes = [size // args.scale for size in (1000, 596, 104, 100)]
+    workload = shared_prefix(*sizes)(bench.vocab_size, 0)
+    for arm in (ALL_ON, AUTOMATIC, OFF):
+        rates = [run.num_output_tokens / run.seconds for run in bench.measure(workload, [arm], args.repeats)[arm]]
+        yield Figure.median(f"{what}: {workload_name(sizes)}, {arm.name}", rates, "output tokens/s", better="higher")
+
+
+def workload_name(sizes: Sequence[int]) -> str:
+    num, shared, own, out = sizes
+    return f"{num} x {shared + own} tokens, {shared} shared, {out} out"
+
+
+def side_by_side_figures(model: str, args: argparse.Namespace) -> Iterator[Figure]:
+    """Groups of prompts, each group on one of two engines of a device each, against one engine on both devices."""
+    groups, each, prefix, suffix, out = (max(2, size // args.scale) for size in (32, 16, 2048, 128, 128))
+    workload = shared_prefix(groups * each, prefix, suffix, out, groups)(MODELS[model].vocab_size, 0)
+    lead = [item.tokens[:prefix].tobytes() for item in workload.items]
+    number = {head: i for i, head in enumerate(dict.fromkeys(lead))}
+    halves = [
+        [item for item, head in zip(workload.items, lead, strict=True) if number[head] % 2 == i] for i in range(2)
+    ]
+    common = {"load_format": "dummy", "dtype": args.dtype, "max_model_len": prefix + suffix + out, "use_tqdm": False}
+    common |= {"max_num_seqs": NUM_RUNNING // 2} if args.scale == 1 else {"max_num_seqs": 8}
+    what = f"{model}, {groups} groups x {each} x ({prefix} + {suffix}), {out} out"
+    engines = [LLM(MODELS[model], devices=jax.devices()[i : i + 1], **common) for i in range(2)]
+    yield from _speed(f"{what}: two engines of a GPU each", list(zip(engines, halves, strict=True)), args)
+    del engines
+    both = LLM(MODELS[model], tensor_parallel_size=2, **common | {"max_num_seqs": 2 * common["max_num_seqs"]})
+    yield from _speed(f"{what}: one engine on two GPUs", [(both, workload.items)], args)
+
+
+def _speed(what: str, parts: Sequence[tuple[LLM, list[Item]]], args: argparse.Namespace) -> Iterator[Figure]:
+    """All parts at once, the first time to warm up."""
+    rates = []
+    for _ in range(args.repeats + 1):
+        started, threads = time.perf_counter(), []
+        for llm, items in parts:
+            llm.reset_prefix_cache()
+            params = [SamplingParams(temperature=0, ignore_eos=True, max_tokens=item.output_len) for item in items]
+            prompts = [item.tokens.tolist() for item in items]
+            ask = threading.Thread(target=llm.generate, args=(prompts, params), kwargs={"use_tqdm": False})
+            ask.start()
+            threads.append(ask)
+        for thread in threads:
+            thread.join()
+        num = sum(item.output_len for _, items in parts for item in items)
+        rates.append(num / (time.perf_counter() - started))
+    yield Figure.median(what, rates[1:], "output tokens/s", better="higher")
+
+
+def same_figures(args: argparse.Namespace) -> Iterator[Figure]:
+    """Of 64 greedy answers in float32, behind common beginnings, those that are the same on one device and on two."""
+    for name, (num_layers, hidden, intermediate, num_heads, num_kv_heads) in SAME.items():
+        config = LlamaConfig(
+            vocab_size=4096, hidden_size=hidden, intermediate_size=intermediate, num_layers=num_layers,
+            num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=64, max_position=2048,
+        )  # fmt: skip
+        rng = np.random.default_rng(0)
+        heads = rng.integers(0, 4096, (4, 256 // args.scale + 16))
+        prompts = [[*heads[i % 4].tolist(), *rng.integers(0, 4096, 16).tolist()] for i in range(64)]
+        answers = []
+        for size in (1, 2):
+            llm = LLM(
+                config,
+                load_format="dummy",
+                dtype="float32",
+                tensor_parallel_size=size,
+                num_pages=2048,
+                max_num_seqs=16,
+                max_num_batched_tokens=512,
+                use_tqdm=False,
+            )
+            outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=32), use_tqdm=False)
+            answers.append([output.outputs[0].token_ids for output in outputs])
+        same = sum(a == b for a, b in zip(*answers, strict=True)) / len(prompts)
+        yield Figure(f"float32, {name}: answers the same on one GPU and on two", same, "share", 1.0, better="higher")
+
+
+# The process that starts them ----------------------------------------------------------------------------------------
+
+
+def run_apart(arguments: Sequence[str], flags: str, seconds: float) -> Iterator[Figure]:
+    """What a process of its own measures, as it comes; it is stopped after so long."""
+    env = os.environ | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()}
+    command = [sys.executable, __file__, *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
+        timer = threading.Timer(seconds, process.kill)
+        timer.start()
+        for line in process.stdout:
+            if line.startswith("{"):
+                yield Figure(**json.loads(line))
+        timer.cancel()
+    if process.returncode:
+        print(f"{' '.join(arguments)} {flags} ended with {process.returncode}", file=sys.stderr)
+
+
+def ratio_figures(rows: Sequence[Figure]) -> Iterator[Figure]:
+    """Two GPUs against one, of all that ran on both."""
+    by_name = {row.what: row for row in rows}
+    for row in rows:
+        for model in MODELS:
+            two = by_name.get(row.what.replace(f"{model}:", f"{model} on 2 devices:", 1))
+            if two is None or two is row or row.unit not in ("ms", "output tokens/s"):
+                continue
+            what = row.what.removeprefix(f"{model}: ")
+            gains = [(a / b if row.unit == "ms" else b / a) for a, b in zip(row.repeats, two.repeats, strict=False)]
+            (of_model, batch), must = FASTER
+            goal = must if (model, what) == (of_model, f"decode step, B = {batch}") else None
+            yield Figure.median(f"{model}, {what}: times as fast on two GPUs", gains, "x", must=goal, better="higher")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--models", nargs="+", choices=MODELS, help="only these (default: of the project's table)")
+    add("--dtype", default="bfloat16")
+    add("--batch", type=int, nargs="+", default=[1, 64, 256])
+    add("--context", type=int, default=1024, help="positions of each decoding sequence")
+    add("--prefill", type=int, default=8192, help="tokens of the prefill step")
+    add("--calls", type=int, default=10)
+    add("--repeats", type=int, default=3)
+    add("--scale", type=int, default=1, help="divide the sizes of the workloads, and claim nothing")
+    add("--product", type=int, help="side of the matrices that measure the limits (default: 1024 on a CPU, else 8192)")
+    add("--seconds", type=float, default=300, help="that one engine may take")
+    add("--folder", type=Path, help="where the file goes (default: benchmarks/results)")
+    add("--run", nargs=2, metavar=("MODEL", "DEVICES"), help=argparse.SUPPRESS)
+    argv = list(sys.argv[1:] if argv is None else argv)
+    args = parser.parse_args(argv)
+    if args.run:
+        model, num = args.run
+        makers = {"side-by-side": lambda: side_by_side_figures(model, args), "same": lambda: same_figures(args)}
+        figures = makers[num]() if num in makers else engine_figures(model, int(num), args)
+        for figure in figures:
+            print(json.dumps(dataclasses.asdict(figure)), flush=True)
+        return 0
+    results = Results(
+        "two_gpus",
+        command=own_command("benchmark_two_gpus.py", argv),
+        device=device_name(),
+        folder=args.folder or FOLDER,
+    )
+    engines = ENGINES if args.models is None else [(model, num) for model in args.models for num in (1, 2)]
+    apart = [((model, str(num)), flags) for model, num in engines for flags in ["", IN_GRAPH][:num]]
+    if jax.devices()[0].platform == "cpu":
+        apart = [(run, flags) for run, flags in apart if not flags]
+    apart += [((engines[0][0], "side-by-side"), ""), ((engines[0][0], "same"), "")]
+    for run, flags in apart:
+        for figure in run_apart([*argv, "--run", *run], flags, args.seconds):
+            results.add(figure)
+    results.add(*ratio_figures(results.rows))
+    results.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
