@@ -77,7 +77,7 @@ def beam_search(llm: LLM, requests: list[Request], params: BeamSearchParams) -> 
         steps = {
             index: replace(
                 requests[which],
-                request_id=f"beam-{next(llm.reader.request_ids)}",
+                request_id=llm.reader.new_id("beam"),
                 prompt_token_ids=tuple(beam.tokens),
                 sampling=ask,
                 max_len=len(beam.tokens) + 1,

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from queue import SimpleQueue
 from threading import RLock
 from typing import Any
+
+
+@contextmanager
+def hold(lock: Any, timeout: float) -> Iterator[bool]:
+    """Whether the RLock came within so many seconds. It is given back whatever interrupts, also a signal that is
+    handled between its coming and the next line."""
+    before, held = lock._is_owned(), False
+    try:
+        held = lock.acquire(timeout=timeout)
+        yield held
+    finally:
+        if held or (not before and lock._is_owned()):
+            lock.release()
 
 
 class Commands:
@@ -27,11 +41,9 @@ class Commands:
         future = self.put(do)
         try:
             while not future.done():
-                if self.lock.acquire(timeout=0.001):  # else whoever steps does it
-                    try:
+                with hold(self.lock, 0.001) as held:
+                    if held:  # else whoever steps does it
                         self.run()
-                    finally:
-                        self.lock.release()
         except BaseException:  # an interrupt: nobody waits for it any more
             future.cancel()
             raise

@@ -94,7 +94,8 @@ class Engine:
         self.warmup_seconds = time.monotonic() - started
         self.random = random.Random(config.seed)
         self.sequences: dict[str, list[Sequence]] = {}  # of unfinished requests, by their ids
-        self.streamed: list[Sequence] = []  # those with new tokens to give out
+        self.streamed: deque[Sequence] = deque()  # those with new tokens to give out
+        self.ready: deque[RequestOutput] = deque()  # what is to be given out
         self.lock = RLock()
         self.commands = Commands(self.lock)
         self.outputs = OutputMaker(tokenizer)
@@ -244,12 +245,15 @@ class Engine:
 
     def set_params(self, model: Llama) -> None:
         """Goes on with other weights of the same shapes. Nothing that the former ones computed is used any more, and
-        unfinished sequences go on from the tokens they have. Between two steps: use `call`."""
-        self.runner.set_params(model)
+        unfinished sequences go on from the tokens they have. Between two steps: use `call`. If that fails, the former
+        weights stay."""
+        scales = self.runner.scales
         if self.config.kv_dtype is not None:
-            self.runner.scales = measure_scales(model, self._sample_tokens(model.config.vocab_size))
+            scales = measure_scales(model, self._sample_tokens(model.config.vocab_size))
         with suppress(RuntimeError):
             self._collect()
+        self.runner.set_params(model)
+        self.runner.scales = scales
         former = self.cache.history
         if self.tier is not None:
             self.tier.clear()
@@ -260,8 +264,9 @@ class Engine:
         """To compute so many positions of a prompt, as measured so far; None before any step."""
         return self.recompute(0, num_tokens) if self.recompute.is_measured else None
 
-    def step(self) -> list[RequestOutput]:
-        """Starts the next step while the device computes the last, then collects that one. Returns what finished."""
+    def step(self) -> None:
+        """Starts the next step while the device computes the last, then collects that one. What finished or grew is
+        then in `ready`, until somebody takes it."""
         self.commands.run()
         try:
             plan = self.scheduler.schedule()
@@ -278,7 +283,7 @@ class Engine:
             raise
         if self.config.check:
             self.cache.check()
-        return self._take_outputs()
+        self._make_outputs()
 
     # ------------------------------------------------------------------------------------------------------------------
 
@@ -371,11 +376,19 @@ class Engine:
         if sequence.request.streams:
             self.streamed.append(sequence)
         is_eos = token in self.eos_ids and not sampling.ignore_eos
-        if is_eos or token in sampling.stop_token_ids:
-            if sequence.text is not None and sampling.include_stop_str_in_output:
+        ends = is_eos or token in sampling.stop_token_ids
+        stop = None
+        try:
+            if sequence.text is not None and not ends:
+                stop = sequence.text.push(token)
+            elif sequence.text is not None and sampling.include_stop_str_in_output:
                 sequence.text.add(token)
+        except Exception as error:  # of the tokenizer
+            self._refuse(sequence.request, error)
+            return
+        if ends:
             self.scheduler.finish(sequence, "stop", None if is_eos else token)
-        elif sequence.text is not None and (stop := sequence.text.push(token)) is not None:
+        elif stop is not None:
             self.scheduler.finish(sequence, "stop", stop)
         elif len(sequence.tokens) - sequence.prompt_len == sampling.max_tokens:
             self.scheduler.finish(sequence, "length")
@@ -398,36 +411,39 @@ class Engine:
         if not self.sequences:
             self.collected_time = None  # nobody waits for the step in flight: it may be collected any time later
 
-    def _take_outputs(self) -> list[RequestOutput]:
-        """Of what finished, and of what streams. One that cannot be made ends with its error; no other is lost."""
-        outputs: list[RequestOutput] = []
-        growing, self.streamed = self.streamed, []
-        for sequence in growing:
-            if sequence.finish_reason is None:
-                outputs.append(self._make_output([sequence], finished=False))
+    def _make_outputs(self) -> None:
+        """Of what finished, and of what streams. Nothing leaves its queue before its output is ready: whatever
+        interrupts, the next step goes on from there."""
+        while self.streamed:
+            if self.streamed[0].finish_reason is None:
+                self._make_output([self.streamed[0]], finished=False)
+            self.streamed.popleft()
         while self.scheduler.finished:
-            sequence = self.scheduler.finished.popleft()
+            sequence = self.scheduler.finished[0]
             request = sequence.request
-            if (answers := self.sequences.get(request.request_id)) is None:
-                continue  # its request has ended with an error
-            sequence.finished_time = time.monotonic()
-            answers[0].num_unfinished -= 1
-            is_last = answers[0].num_unfinished == 0
-            if is_last or request.streams:
-                outputs.append(self._make_output([sequence] if request.streams else answers, finished=is_last))
-            if is_last:
-                self.sequences.pop(request.request_id, None)
-        return outputs
+            if (answers := self.sequences.get(request.request_id)) is not None:  # else it has ended with an error
+                sequence.finished_time = time.monotonic()
+                is_last = answers[0].num_unfinished == 1
+                if is_last or request.streams:
+                    self._make_output([sequence] if request.streams else answers, finished=is_last)
+                answers[0].num_unfinished -= 1
+                if is_last:
+                    self.sequences.pop(request.request_id, None)
+            self.scheduler.finished.popleft()
 
-    def _make_output(self, answers: list[Sequence], *, finished: bool) -> RequestOutput:
+    def _make_output(self, answers: list[Sequence], *, finished: bool) -> None:
         request = answers[0].request
         try:
-            return self.outputs.make(request, answers, finished=finished)
+            self.ready.append(self.outputs.make(request, answers, finished=finished))
         except Exception as error:
-            log.exception("the output of request %s cannot be made", request.request_id)
-            self._abort(request.request_id)
-            del self.sequences[request.request_id]
-            return refused_output(request.request_id, request.prompt, str(error))
+            self._refuse(request, error)
+
+    def _refuse(self, request: Request, error: Exception) -> None:
+        """Ends a request with an error of its own, and no other."""
+        log.error("request %s cannot go on", request.request_id, exc_info=error)
+        self._abort(request.request_id)
+        self.ready.append(refused_output(request.request_id, request.prompt, str(error)))
+        self.sequences.pop(request.request_id, None)
 
     def _recover(self, error: Exception) -> None:
         """The device failed and may have lost the store, which was donated: a fresh one, an empty cache, and every
@@ -446,7 +462,6 @@ class Engine:
         if self.tier is not None:
             self.tier.recover()
         finished, counts = self.scheduler.finished, self.scheduler.counts
-        self.runner.reset()
         self.batcher.forget_rows()
         self._make_host_half()
         self.scheduler.finished, self.scheduler.counts = finished, counts
@@ -455,6 +470,7 @@ class Engine:
         for sequence in unfinished:
             sequence.reset()
         self.scheduler.add_batch(unfinished)
+        self.runner.reset()  # last: if there is no memory, the next step tries it again
 
 
 class _LogprobsReader:

@@ -4,7 +4,6 @@ JAX's compilation cache is asked with what was lowered, and to trace and lower a
 better part of a minute of Python. This one is asked with all that the lowering depends on.
 """
 
-import functools
 import hashlib
 import logging
 import os
@@ -32,11 +31,11 @@ def keep(key: tuple[Any, ...], devices: Sequence[jax.Device], compile: Callable[
 
     key: by its repr, with the sources of this package, the versions, the devices and the flags of XLA.
     """
-    cache = jax.config.jax_compilation_cache_dir
-    if not cache or "://" in cache or devices[0].platform in NOT_KEPT:
+    cache = jax.config.jax_compilation_cache_dir if jax.config.jax_enable_compilation_cache else None
+    if not cache or "://" in cache or devices[0].platform in NOT_KEPT or sources() != IMPORTED:
         return compile()
     client, of_devices = devices[0].client, [(device.device_kind, device.id) for device in devices]
-    environment = sources(), versions(client), flags()
+    environment = IMPORTED, versions(client), flags()
     digest = hashlib.sha256(repr((environment, of_devices, key)).encode()).hexdigest()
     path = Path(cache) / "prefix_jax" / digest
     try:
@@ -58,18 +57,25 @@ def _write(path: Path, content: bytes) -> None:
     """All of it or nothing, whoever else writes the same."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(content)
-    os.replace(file.name, path)
+        try:
+            file.write(content)
+            file.flush()
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
 
 
-@functools.cache
 def sources() -> str:
-    """A digest of this package and the kernels, tables of measurements included."""
+    """A digest of this package and the kernels, tables of measurements included, as they are on disk now."""
     digest = hashlib.sha256()
     for folder in (Path(__file__).parent, Path(pallas_kernels.__file__).parent):
         for path in sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".json")):
             digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+IMPORTED = sources()  # what runs; if the files are others by now, nobody knows what they would make
 
 
 def versions(client: Any) -> tuple[str, ...]:

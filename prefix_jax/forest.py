@@ -10,9 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Int
-
-MAX_WIDE_TILES = 4  # chunks of more tokens fill their own tiles well enough
+from jaxtyping import Bool, Int
 
 PerChunk = Int[np.ndarray, " chunks"]
 
@@ -101,7 +99,7 @@ def choose_runs(
 
     table: each chunk's row. limits: its leading columns that any of its tokens may see whole. lengths: its tokens.
     """
-    limits = np.where(lengths <= MAX_WIDE_TILES * costs.wide_rows, limits, 0)
+    limits = np.where(_gains(limits * page_size, lengths, costs), limits, 0)
     order, runs = shared_runs(table, limits, costs.step)
     tokens = lengths[order]
     narrow = tokens == 1
@@ -128,6 +126,14 @@ def choose_runs(
             chosen.append((gain, i))
             covered[begin:end] = columns
     return _what_fits(order, runs, chosen, tiles, sizes, max_tiles, max_partials)
+
+
+def _gains(positions: PerChunk, lengths: PerChunk, costs: Costs) -> Bool[np.ndarray, " chunks"]:
+    """Whether a chunk gains if so many positions are read in tiles with others': one token from being read once, more
+    tokens from what is empty in the tiles they would have alone."""
+    tiles = lengths / costs.wide_rows
+    saved = positions * costs.wide * (np.ceil(tiles) - tiles)
+    return (lengths == 1) | (saved > lengths * costs.partial + tiles * costs.tile)
 
 
 def _what_fits(order, runs, chosen, tiles, sizes, max_tiles, max_partials) -> list[Run]:

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from prefix_jax.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from prefix_jax.cache_report import CacheReport, make_report
+from prefix_jax.commands import hold
 from prefix_jax.engine import Engine
 from prefix_jax.engine_config import EngineConfig
 from prefix_jax.likelihood import Score, make_score, split_tokens
@@ -230,7 +231,7 @@ class LLM:
             try:
                 head, tail = split_tokens(self.tokenizer, *pair)
                 asked.append({"prompt_token_ids": head + tail, "score_from": len(head)})
-            except ValueError as error:
+            except (ValueError, TypeError) as error:
                 errors[index] = str(error)
         if errors:
             raise ValueError(_describe(errors, len(prompts)))
@@ -278,7 +279,7 @@ class LLM:
             raise ValueError(f"{model} is another model: {', '.join(names)} differ")
         with self._on_device():
             weights = load_model(model, config, dtype=self.dtype, mesh=self._mesh)
-            self.engine.call(lambda: self.engine.set_params(weights))
+        self._call(lambda: self.engine.set_params(weights))
 
     def reset_prefix_cache(self) -> None:
         """Forgets all declared prefixes and every cached page that no running request reads."""
@@ -328,41 +329,50 @@ class LLM:
             open_ids.update(index_of)
 
         try:
-            with self._on_device():
-                self.engine.call(add)
+            self._call(add)
             yield None
-            with no_full_collections():
-                while open_ids:
-                    self._advance()
-                    while not inbox.empty():
-                        output = inbox.get()
-                        if output.finished:
-                            open_ids.discard(output.request_id)
-                        yield replace(output, index=index_of[output.request_id])
+            while open_ids:
+                self._advance()
+                while not inbox.empty():
+                    output = inbox.get()
+                    if output.finished:
+                        open_ids.discard(output.request_id)
+                    yield replace(output, index=index_of[output.request_id])
         finally:
             for request_id in open_ids:
                 self._inboxes.pop(request_id, None)
             if open_ids:
                 self.engine.drop(open_ids)
 
+    def _call(self, do: Callable[[], Any]) -> Any:
+        """Between two steps, in whatever thread, on this engine's device."""
+
+        def on_device() -> Any:
+            with self._on_device():
+                return do()
+
+        return self.engine.call(on_device)
+
     def _advance(self) -> None:
         """One step, whose outputs go to whoever waits for them; or another thread's, whose step it waits for."""
-        if self.engine.lock.acquire(timeout=0.01):
-            try:
-                with self._on_device():
-                    outputs = self.engine.step() if self.engine.has_work else ()
-                for output in outputs:
-                    take = self._inboxes.pop if output.finished else self._inboxes.get
-                    if inbox := take(output.request_id, None):
-                        inbox.put(output)
-            finally:
-                self.engine.lock.release()
+        with hold(self.engine.lock, 0.01) as held:
+            if held and self.engine.has_work:
+                with self._on_device(), no_full_collections():
+                    self.engine.step()
+            ready = self.engine.ready
+            while held and ready:  # what an interrupt left there, too
+                output = ready[0]
+                if inbox := self._inboxes.get(output.request_id):
+                    inbox.put(output)
+                ready.popleft()
+                if output.finished:
+                    self._inboxes.pop(output.request_id, None)
 
     def _compute_prefixes(self, prefixes: Iterable[Prefix]) -> None:
         """Runs each as a prompt, so that its pages are there."""
-        params, ids = SamplingParams(temperature=0, max_tokens=1), self.reader.request_ids
+        params, new_id = SamplingParams(temperature=0, max_tokens=1), self.reader.new_id
         requests = [
-            Request(f"warm-{next(ids)}", tuple(p.tokens), params, p.num_tokens + 1, cache_salt=p.salt) for p in prefixes
+            Request(new_id("warm"), tuple(p.tokens), params, p.num_tokens + 1, cache_salt=p.salt) for p in prefixes
         ]
         for output in self._run(dict(enumerate(requests))):
             if (reason := output.outputs[0].finish_reason) in ("abort", "error"):
@@ -373,8 +383,7 @@ class LLM:
             SavedPrefix(p.name, p.tokens, p.parent.name if p.parent else None, p.salt, asdict(p.content))
             for p in prefixes
         ]
-        with self._on_device():
-            self.engine.call(lambda: save_prefixes(Path(path), self.engine, saved))
+        self._call(lambda: save_prefixes(Path(path), self.engine, saved))
 
     def _read_prefixes(self, path: str | os.PathLike) -> list[Prefix]:
         handles: list[Prefix] = []
@@ -387,8 +396,7 @@ class LLM:
             handles.append(self.prefixes.restore(prefix, table.nodes))
             loaded[saved.name] = handles[-1]
 
-        with self._on_device():
-            self.engine.call(lambda: load_prefixes(Path(path), self.engine, on_loaded))
+        self._call(lambda: load_prefixes(Path(path), self.engine, on_loaded))
         return handles
 
     def _on_device(self):
@@ -408,15 +416,20 @@ def _find_devices(platform: str | None, devices: Sequence[jax.Device] | None, nu
     if isinstance(num, bool) or not isinstance(num, int) or num < 1:
         raise ValueError(f"tensor_parallel_size must be a positive integer, got {num!r}")
     if devices is not None:
+        if not isinstance(devices, Sequence) or not all(isinstance(one, jax.Device) for one in devices):
+            raise ValueError(f"devices must be a list of jax.Device, got {devices!r}")
         if len(devices) != num or len(set(devices)) != num:
             raise ValueError(f"devices must be {num} different ones, as tensor_parallel_size says, got {devices}")
-        return list(devices)
-    if platform is None and num == 1:
+    elif platform is None and num == 1:
         return []
     try:
         known = jax.local_devices(backend=platform)
     except RuntimeError as error:
         raise ValueError(f"no device {platform!r}: JAX has {', '.join(map(str, jax.devices()))}") from error
+    if devices is not None:
+        if platform is not None and not set(devices) <= set(known):
+            raise ValueError(f"device is {platform!r}, but devices are {devices}")
+        return list(devices)
     if num > len(known):
         raise ValueError(f"tensor_parallel_size is {num}, but JAX has {len(known)} devices: {known}")
     return known[:num]

@@ -6,24 +6,31 @@ which no step is planned and the device waits.
 
 import gc
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+EVERY = 60.0  # seconds after which one may begin all the same
+NEVER = 2**31 - 1
 _lock = threading.Lock()
 _entered = 0
 _before = gc.get_threshold()
-NEVER = 2**31 - 1
+_allowed = time.monotonic()  # when one might have begun
 
 
 @contextmanager
 def no_full_collections() -> Iterator[None]:
-    """None begins in any thread until the last that has entered leaves; young garbage is collected as ever."""
-    global _entered, _before
+    """None begins in any thread until the last that has entered leaves, but once a minute; young garbage is collected
+    as ever. To be entered for the time of a step: whatever waits for its caller must not hold up the whole process."""
+    global _entered, _before, _allowed
     with _lock:
         _entered += 1
         if _entered == 1:
             _before = gc.get_threshold()
-            gc.set_threshold(*_before[:2], NEVER)
+            if time.monotonic() - _allowed < EVERY:
+                gc.set_threshold(*_before[:2], NEVER)
+            else:
+                _allowed = time.monotonic()
     try:
         yield
     finally:

@@ -72,6 +72,10 @@ class PromptReader:
                 errors[index] = str(error)
         return requests, errors
 
+    def new_id(self, kind: str) -> str:
+        """Of a request that no caller asked for by itself."""
+        return next(name for number in self.request_ids if not self.is_taken(name := f"{kind}-{number}"))
+
     def _read(
         self,
         prompt: Any,

@@ -117,6 +117,8 @@ class Runner:
     def dispatch(self, batch: StepBatch) -> tuple[Int[Array, " rows"], Logprobs | None]:
         """Starts one step; returns each row's last sampled token, and log-probabilities if any are wanted, which are
         still being computed."""
+        if self.store is None:
+            self.reset()
         for changes in _groups(batch.early_changes.T, CHANGE_GROUP):
             padding = np.zeros((CHANGE_GROUP - len(changes), 2), np.int32)
             padding[:, 0] = self.batcher.max_num_seqs * self.batcher.max_pages
@@ -290,7 +292,8 @@ class Runner:
             return compile()
         sizes = num_pages, self.page_size, self.batcher.max_num_seqs, self.batcher.max_pages
         kinds = self.dtype, self.kv_dtype, [(p.shape, p.dtype) for p in self.params]
-        key = (bucket, self.config, sizes, kinds, self.attention, sorted(options.items()))
+        configs = tile_configs(bucket, self.split.local, self.dtype, self.attention, self.page_size)
+        key = (bucket, self.config, sizes, kinds, self.attention, configs, sorted(options.items()))
         devices = self.mesh.devices.flat if self.mesh is not None else self.params[0].devices()
         return keep(key, list(devices), compile)
 

@@ -144,7 +144,9 @@ def make_buckets(
     shared = [t for t in decode if tiling.costs and t >= tiling.costs.min_sequences and not tiling.fixed]
     if for_gpu:
         near_full = (max_num_seqs * 5 // 4, max_num_seqs * 3 // 2, max_num_seqs * 3)
-        mixed = sorted({*mixed, *(size for size in near_full if mixed and mixed[0] < size < mixed[-1])} - {32})
+        largest = max(mixed, default=0)
+        mixed = sorted({*mixed, *(size for size in near_full if 16 < size < largest)})
+        mixed = [size for size in mixed if size != 32 or size == largest]
         decode = decode[:1] + decode[2:] if len(decode) > 2 else decode
         shared = shared[1:] if len(shared) > 1 else shared
     kinds = [("decode", t) for t in decode] + [("shared", t) for t in shared] + [("mixed", t) for t in mixed]

@@ -68,7 +68,9 @@ def serve(bench: Bench, items: Sequence[Item], arm: Arm) -> Served:
                 number, item = coming.pop()
                 engine.add(dataclasses.replace(made[number], arrival_time=started + item.arrival))
             if engine.has_work:
-                outputs += engine.step()
+                engine.step()
+                outputs += engine.ready
+                engine.ready.clear()
             else:
                 time.sleep(max(0.0, coming[-1][1].arrival - now))
     timings = []

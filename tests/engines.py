@@ -233,5 +233,7 @@ def drain(llm, between=lambda: None, limit: int = 5000) -> dict[str, object]:
         if not llm.engine.has_work:
             return outputs
         between()
-        outputs |= {output.request_id: output for output in llm.engine.step()}
+        llm.engine.step()
+        outputs |= {output.request_id: output for output in llm.engine.ready}
+        llm.engine.ready.clear()
     raise AssertionError(f"not done after {limit} steps: {llm.engine.scheduler.__dict__}")

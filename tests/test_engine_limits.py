@@ -32,6 +32,8 @@ from engines import (
 from tiny_models import tiny_config, tiny_weights, write_checkpoint
 
 from prefix_jax import LLM, SamplingParams
+from prefix_jax.commands import hold
+from prefix_jax.runner import Runner
 
 # Limits ---------------------------------------------------------------------------------------------------------------
 
@@ -350,3 +352,89 @@ def test_a_second_engine_of_the_same_kind_answers_alike():
     prompts = family(44)
     assert tokens_of(generate(first, prompts)) == tokens_of(generate(second, prompts))
     assert cached_of(generate(second, [prompts[0]])) == [39]
+
+
+# What the tokenizer, a signal or the device does to one must not reach the others -------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"stop": "zzzz"}, {}], ids=["stop", "stream"])
+def test_a_token_without_text_ends_its_request_alone(options, monkeypatch):
+    """The text of a stop string or of a stream is made inside the step."""
+    llm = make_llm()
+    prompts = random_prompts(41, 11, 12)
+    first, second = tokens_of(generate(llm, prompts, greedy(12)))
+    bad, decode = next(token for token in second if token not in first), llm.tokenizer.decode
+
+    def fail(ids, *args, **named):
+        if bad in list(ids):
+            raise ValueError(f"no text for {bad}")
+        return decode(ids, *args, **named)
+
+    monkeypatch.setattr(llm.tokenizer, "decode", fail)
+    asked = [greedy(12, detokenize=False), greedy(12, **options)]
+    if options:
+        good, refused = generate(llm, prompts, asked)
+        told = good.outputs[0].token_ids
+    else:
+        deltas = list(llm.stream(prompts, asked))
+        told = [token for delta in deltas if delta.index == 0 for token in delta.outputs[0].token_ids]
+        refused = [delta for delta in deltas if delta.index == 1][-1]
+    assert told == first
+    assert refused.finished and refused.error == f"no text for {bad}"
+    assert not llm.engine.has_work and not llm._inboxes and not llm.engine.ready
+
+
+def test_an_interrupt_while_outputs_are_made_loses_nobodys(monkeypatch):
+    """Ctrl-C reaches the thread that steps; the others' outputs are theirs all the same."""
+    llm = make_llm()
+    prompts = random_prompts(42, 9, 10)
+    mine, other = tokens_of(generate(llm, prompts, [greedy(8), greedy(4)]))
+    make, done = llm.engine.outputs.make, []
+
+    def interrupt(*args, **named):
+        monkeypatch.setattr(llm.engine.outputs, "make", make)
+        raise KeyboardInterrupt
+
+    with llm.engine.lock:  # this thread is the one that steps
+        waits = threading.Thread(target=lambda: done.extend(tokens_of(generate(llm, prompts[1:], greedy(4)))))
+        waits.start()
+        while llm.engine.commands.queue.empty():
+            pass
+        monkeypatch.setattr(llm.engine.outputs, "make", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            generate(llm, prompts[:1], greedy(8))
+    waits.join(60)
+    assert done == [other]
+    assert tokens_of(generate(llm, prompts[:1], greedy(8))) == [mine]
+    assert not llm.engine.has_work and not llm._inboxes and not llm.engine.ready
+
+
+def test_a_signal_right_behind_its_acquisition_leaves_no_lock_behind():
+    """Python handles signals as soon as `acquire` returns, before the next line; every other thread would hang."""
+    lock = threading.RLock()
+
+    class Signalled:
+        _is_owned, release = lock._is_owned, lock.release
+
+        def acquire(self, timeout):
+            lock.acquire(timeout=timeout)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), hold(Signalled(), 0.1):
+        pass
+    assert not lock._is_owned()
+    with hold(lock, 0.1) as outer, hold(lock, 0.1) as inner:
+        assert outer and inner
+    assert not lock._is_owned()
+
+
+def test_a_reset_that_finds_no_memory_is_tried_again(monkeypatch):
+    llm = make_llm()
+    prompts = random_prompts(43, 20)
+    expected = tokens_of(generate(llm, prompts))
+    with monkeypatch.context() as patch:
+        patch.setattr(Runner, "_make_store", lambda self, *args: (_ for _ in ()).throw(MemoryError("none")))
+        with pytest.raises(MemoryError):
+            llm.engine.call(llm.engine.start_over)
+    assert llm.engine.runner.store is None
+    assert tokens_of(generate(llm, prompts)) == expected

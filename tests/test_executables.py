@@ -65,6 +65,7 @@ def test_another_engine_finds_nothing(options, kept_in, lowered):
 def test_other_sources_find_nothing(kept_in, lowered, monkeypatch):
     llm = start()
     monkeypatch.setattr(executables, "sources", lambda: "others")
+    monkeypatch.setattr(executables, "IMPORTED", "others")
     start()
     assert len(lowered) == 2 * len(llm.engine.batcher.buckets)
 
@@ -104,3 +105,29 @@ def test_a_cpu_keeps_none(kept_in, monkeypatch):
 def test_without_a_folder_nothing_is_kept(folder, kept_in):
     jax.config.update("jax_compilation_cache_dir", folder)
     assert executables.keep(("key",), jax.devices()[:1], lambda: jnp.add) is jnp.add
+
+
+def test_files_that_were_changed_since_the_import_make_nothing_to_keep(kept_in, monkeypatch):
+    """A package is updated while weights load: nobody may find the old code's executables under the new code's name."""
+    monkeypatch.setattr(executables, "sources", lambda: "others")
+    start()
+    assert not kept_in.exists()
+
+
+def test_whoever_wants_no_compilation_cache_has_none(kept_in):
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        start()
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+    assert not kept_in.exists()
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    def full(source, target):
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(executables.os, "replace", full)
+    with pytest.raises(OSError, match="no space left"):
+        executables._write(tmp_path / "folder" / "name", b"content")
+    assert not list((tmp_path / "folder").iterdir())

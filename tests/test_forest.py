@@ -222,11 +222,13 @@ def test_what_does_not_fit_goes_to_the_runs_that_gain_less_last():
 
 
 def test_chunks_that_fill_their_own_tiles_share_nothing():
-    table = tree([1, 6], [64], own=9)
-    lengths = np.array([1, 1, 1, 1, 128, 129])
-    costs = dataclasses.replace(H200, tile=0.0, partial=0.0)
-    (run,) = choose_runs(table, np.full(6, 64), lengths, costs=costs, **ROOM)
-    assert run.members.tolist() == [0, 1, 2, 3, 4]
+    """128 tokens are four full tiles; of four tiles of 104 a quarter is empty, which pays for 104 partial results only
+    where much is shared; eight tokens alone leave most of a tile empty."""
+    lengths = np.array([1, 1, 1, 1, 128, 104, 8])
+    for columns, members in ((37, [0, 1, 2, 3, 6]), (512, [0, 1, 2, 3, 5, 6])):
+        table = tree([1, 7], [columns], own=9)
+        (run,) = choose_runs(table, np.full(7, columns), lengths, costs=H200, **ROOM)
+        assert run.members.tolist() == members
 
 
 @given(st.integers(0, 2**32))

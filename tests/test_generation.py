@@ -625,3 +625,17 @@ def test_sglangs_unknown_words_are_refused_by_name(engine):
         ValueError, match=r"unknown options of Engine: ep_size, log_level; known: .*context_length.*dtype"
     ):
         sglang.Engine(model_path=tiny_folder(), ep_size=2, context_length=64, log_level="error")
+
+
+def test_a_search_draws_no_id_that_a_caller_has():
+    llm = make_llm()
+    (prompt,) = random_prompts(62, 9)
+    alone = llm.beam_search([prompt], BeamSearchParams(beam_width=2, max_tokens=3))
+    taken = [{"prompt_token_ids": prompt, "request_id": f"beam-{number}"} for number in range(4)]
+    stream = llm.stream(taken, greedy(40))
+    llm.reader.request_ids = itertools.count()
+    next(stream)
+    found = llm.beam_search([prompt], BeamSearchParams(beam_width=2, max_tokens=3))
+    stream.close()
+    assert [beam.tokens for beam in found[0].sequences] == [beam.tokens for beam in alone[0].sequences]
+    generate(llm, [prompt], greedy(1))

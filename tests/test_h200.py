@@ -80,12 +80,14 @@ def test_a_step_of_two_h200s(bucket, flags, num_graphs, tmp_path):
     everywhere = 5 * 8192
     assert found["weights"] == 2 * (2 * layer + 2 * 32000 * 8192) // 2 + 2 * everywhere
     small, large = found["temporary"]
-    assert small == large, "temporary memory does not grow with the number of pages"
+    assert small >= large, "temporary memory does not grow with the number of pages"
     pages = 4500 * 2 * 2 * 16 * 4 * 128 * 2  # two layers, K and V, four of the eight heads
     for sizes in (found["arguments"], found["in_place"]):
         assert sizes[1] - sizes[0] == pages, "half of each page on each device, written in place"
     for path in tmp_path.glob("*gpu_after_optimizations.txt"):
-        kinds = re.findall(r" (all-\w+|reduce-scatter|collective-\w+)\(", path.read_text())
+        kinds = re.findall(
+            r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-\w+)(?:-start)?\(", path.read_text()
+        )
         assert (kinds.count("all-reduce"), kinds.count("all-gather"), len(kinds)) == (5, 1, 6)
     if ONE_GRAPH:
         (top, *_) = (top_of(path.read_text()) for path in tmp_path.glob("*thunk_sequence_after_thunk_passes.txt"))

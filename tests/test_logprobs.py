@@ -321,3 +321,8 @@ def test_a_score_that_was_aborted_is_none(monkeypatch):
     monkeypatch.setattr(llm.engine, "step", lambda: ([llm.abort(name) for name in llm.engine.sequences], step())[1])
     with pytest.raises(RuntimeError, match="a continuation was not scored: abort"):
         llm.score(random_prompts(18, 30), [[5, 6]], use_tqdm=False)
+
+
+def test_every_pair_that_cannot_be_scored_is_named():
+    with pytest.raises(ValueError, match=r"(?s)\[1\].*\[2\]"):
+        make_llm().score([[1, 2], None, [3]], [[3], [4], 5.5])

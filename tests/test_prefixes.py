@@ -689,3 +689,23 @@ def test_warming_that_was_aborted_says_so(llm):
         patch.setattr(llm.engine, "add_batch", add_and_abort)
         with pytest.raises(RuntimeError, match="a prefix was not computed: abort"):
             handle.warm()
+
+
+def test_weights_that_do_not_fit_leave_the_former_ones(tmp_path, monkeypatch):
+    """The scales of new weights are measured first: else pages of the former ones would lie under new weights."""
+    config = tiny_config()
+    other = write_checkpoint(tmp_path / "other", config, tiny_weights(config))
+    llm = make_llm(kv_dtype="float8_e4m3fn")
+    (prompt,) = random_prompts(61, 64)
+    first = generate(llm, [prompt])
+
+    def fails(*args):
+        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("prefix_jax.engine.measure_scales", fails)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            llm.load_weights(other)
+    again = generate(llm, [prompt])
+    assert tokens_of(again) == tokens_of(first)
+    assert cached_of(again) == [63]

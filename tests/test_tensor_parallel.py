@@ -6,6 +6,7 @@ import random
 import re
 import subprocess
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -268,6 +269,21 @@ def test_engines_side_by_side():
         assert {device for array in jax.tree.leaves(state) for device in array.devices()} == set(group)
 
 
+def test_what_another_thread_does_for_an_engine_is_done_on_its_device():
+    """What waits between two steps is done by whoever steps, whose default device may be another."""
+    with compiling_once():
+        llm = LLM(tiny_folder(**EIGHT_HEADS), use_tqdm=False, devices=jax.devices()[3:4], **TINY)
+    found = []
+    with llm.engine.lock:
+        waits = threading.Thread(target=lambda: found.append(llm._call(lambda: jnp.zeros(1).devices())))
+        waits.start()
+        while llm.engine.commands.queue.empty():
+            pass
+        llm.engine.commands.run()
+    waits.join()
+    assert found == [{jax.devices()[3]}]
+
+
 # The arrays -----------------------------------------------------------------------------------------------------------
 
 
@@ -520,6 +536,11 @@ def test_what_cannot_be_is_refused():
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be a positive integer, got 0"),
         ({"tensor_parallel_size": 2, "devices": devices[:3]}, "devices must be 2 different ones"),
         ({"tensor_parallel_size": 2, "devices": devices[:1] * 2}, "devices must be 2 different ones"),
+        ({"devices": [None]}, "devices must be a list of jax.Device, got .None."),
+        ({"devices": [0]}, "devices must be a list of jax.Device, got .0."),
+        ({"devices": [devices[:1]]}, "devices must be a list of jax.Device"),
+        ({"devices": devices[0]}, "devices must be a list of jax.Device"),
+        ({"devices": devices[:1], "device": "gpu"}, "no device 'gpu'"),
     ]
     for options, error in cases:
         with pytest.raises(ValueError, match=error):

@@ -172,3 +172,16 @@ def test_the_number_of_buckets_grows_with_the_logarithm():
     assert {"mixed_320", "mixed_384", "mixed_768"} < {bucket.name for bucket in buckets}, "a full engine, and a prompt"
     assert len({bucket.name for bucket in buckets}) == len(buckets)
     assert max(bucket.packed_len for bucket in buckets) * 4 < 4 * 2**20, "one transfer of a few MB at most"
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 8, 32, 48, 256])
+@pytest.mark.parametrize("budget", [1, 2, 16, 17, 24, 31, 32, 33, 48, 64, 320, 8192])
+def test_a_gpu_has_a_bucket_for_every_number_of_tokens(max_num_seqs, budget):
+    tiling = Tiling(32, 528, 264, costs=Costs(32, 2.6, 200.0, 11.0, 1e4))
+    buckets = make_buckets(max_num_seqs, budget, 8, tiling, for_gpu=True)
+    assert len({bucket.name for bucket in buckets}) == len(buckets)
+    batcher = Batcher(buckets, max_num_seqs, 4)
+    for num_tokens in range(2, budget + 1):
+        assert batcher.bucket_of(num_chunks=1, num_tokens=num_tokens).num_tokens >= num_tokens
+    for num_chunks in range(1, min(max_num_seqs, budget) + 1):
+        assert batcher.bucket_of(num_chunks=num_chunks, num_tokens=num_chunks).num_samples >= num_chunks
