@@ -181,8 +181,8 @@ class Runner:
 
     @functools.cached_property
     def devices(self) -> list[jax.Device]:
-        """Those that have the store."""
-        return list(self.mesh.devices.flat) if self.mesh is not None else list(self.last_tokens.devices())
+        """Those that have the weights and the store."""
+        return list(self.mesh.devices.flat) if self.mesh is not None else list(self.params[0].devices())
 
     def put(self, values: Any, spec: jax.sharding.PartitionSpec = EVERYWHERE) -> Any:
         """Starts to copy arrays to the devices, all of it to each, or as the spec says."""
@@ -294,8 +294,7 @@ class Runner:
         kinds = self.dtype, self.kv_dtype, [(p.shape, p.dtype) for p in self.params]
         configs = tile_configs(bucket, self.split.local, self.dtype, self.attention, self.page_size)
         key = (bucket, self.config, sizes, kinds, self.attention, configs, sorted(options.items()))
-        devices = self.mesh.devices.flat if self.mesh is not None else self.params[0].devices()
-        return keep(key, list(devices), compile)
+        return keep(key, self.devices, compile)
 
     def compiler_options(self, bucket: Bucket) -> dict[str, Any]:
         if not is_compiled(self.attention):

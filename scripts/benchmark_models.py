@@ -12,8 +12,8 @@ from pathlib import Path
 
 import benchmark_throughput as throughput
 from benchmark_step import MODELS, decode_figures, start_engine
-from render_results import FOLDER, Figure, Results, device_name, own_command
-from runs import Bench, finish, start_figure
+from render_results import Figure
+from runs import Bench, finish, open_results, start_figure
 
 OVER_LIMIT = "÷ (bytes / copy bandwidth)"
 
@@ -58,14 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     until = time.monotonic() + args.deadline
     sizes = {"max_num_seqs": throughput.NUM_RUNNING} if args.scale == 1 else {}
     bench = Bench(args.workload, dtype=args.dtype, product_size=args.product, max_model_len=1024, seed=0, **sizes)
-    results = Results(
-        "models",
-        command=own_command("benchmark_models.py", argv),
-        ceilings=bench.ceilings,
-        device=device_name(),
-        folder=args.folder or FOLDER,
-        keep=args.keep,
-    )
+    results = open_results("models", bench, args, argv)
     results.add(start_figure(bench))
     bench.warm_up()
     lines = throughput.table_lines(None, args.scale)[:1]

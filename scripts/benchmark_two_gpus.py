@@ -8,6 +8,7 @@ switched off where others share the host (NCCL_NVLS_ENABLE=0). Writes benchmarks
 
 import argparse
 import dataclasses
+import gc
 import json
 import os
 import subprocess
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from benchmark_step import LONGEST, MODELS, make_batch, time_step
+from benchmark_step import LONGEST, MODELS, make_batch, once_more, time_step
 from benchmark_throughput import NUM_RUNNING, shared_prefix
 from profiles import profiled, time_shares
 from render_results import FOLDER, Figure, Results, device_name, own_command
@@ -63,7 +64,7 @@ def engine_figures(model: str, num_devices: int, args: argparse.Namespace) -> It
         batch = make_batch(runner.batcher, runner.num_pages, chunks, runner.config.vocab_size)
         seconds = time_step(runner, batch, args.calls, args.repeats)
         yield Figure.median(f"{what}: {name}", [s * 1e3 for s in seconds], "ms")
-        again = dataclasses.replace(batch, early_changes=np.zeros((2, 0), np.int32))
+        again = once_more(batch)
         if events := profiled(lambda again=again: jax.block_until_ready([runner.dispatch(again) for _ in range(5)])):
             shares = time_shares(events)[1]
             spent = sum(share for kernel, share in shares.items() if any(part in kernel for part in COLLECTIVE))
@@ -97,6 +98,7 @@ def side_by_side_figures(model: str, args: argparse.Namespace) -> Iterator[Figur
     engines = [LLM(MODELS[model], devices=jax.devices()[i : i + 1], **common) for i in range(2)]
     yield from _speed(f"{what}: two engines of a GPU each", list(zip(engines, halves, strict=True)), args)
     del engines
+    gc.collect()  # their memory is the next one's
     both = LLM(MODELS[model], tensor_parallel_size=2, **common | {"max_num_seqs": 2 * common["max_num_seqs"]})
     yield from _speed(f"{what}: one engine on two GPUs", [(both, workload.items)], args)
 
@@ -169,16 +171,15 @@ def run_apart(arguments: Sequence[str], flags: str, seconds: float) -> Iterator[
 def ratio_figures(rows: Sequence[Figure]) -> Iterator[Figure]:
     """Two GPUs against one, of all that ran on both."""
     by_name = {row.what: row for row in rows}
+    (of_model, batch), must = FASTER
     for row in rows:
-        for model in MODELS:
-            two = by_name.get(row.what.replace(f"{model}:", f"{model} on 2 devices:", 1))
-            if two is None or two is row or row.unit not in ("ms", "output tokens/s"):
-                continue
-            what = row.what.removeprefix(f"{model}: ")
-            gains = [(a / b if row.unit == "ms" else b / a) for a, b in zip(row.repeats, two.repeats, strict=False)]
-            (of_model, batch), must = FASTER
-            goal = must if (model, what) == (of_model, f"decode step, B = {batch}") else None
-            yield Figure.median(f"{model}, {what}: times as fast on two GPUs", gains, "x", must=goal, better="higher")
+        model, _, what = row.what.partition(": ")
+        two = by_name.get(f"{model} on 2 devices: {what}")
+        if two is None or row.unit not in ("ms", "output tokens/s"):
+            continue
+        gains = [(a / b if row.unit == "ms" else b / a) for a, b in zip(row.repeats, two.repeats, strict=False)]
+        goal = must if (model, what) == (of_model, f"decode step, B = {batch}") else None
+        yield Figure.median(f"{model}, {what}: times as fast on two GPUs", gains, "x", must=goal, better="higher")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
