@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from pallas_kernels import triton
 
 BLOCK = 4096  # tokens of the vocabulary that a program looks at in one go
+HALF = BLOCK // 2  # two tokens so far apart in a block share the two words of one Threefry
 FEW = 1024  # the same where each has several sums, kept in registers
 NUM_WARPS = 8
 BITS = 4  # of a threshold that a kernel finds in one pass over the vocabulary
@@ -76,9 +77,10 @@ def draw(
     num_rows, vocab = logits.plain.shape
     if implementation == "xla":
         token = jnp.arange(vocab)
-        score = jax.vmap(_scores, in_axes=(0, None, 0, 0, 0))
+        noise = jax.vmap(lambda key: gumbel(key[0], key[1], token))
+        score = lambda x, key, *options: _scores(x, noise(key), *(option[:, None] for option in options))  # noqa: E731
         is_random = jnp.any(temperature > 0)
-        noisy = lax.cond(is_random, score, lambda x, *_: x, logits.ruled, token, lowest, temperature, key)
+        noisy = lax.cond(is_random, score, lambda x, *_: x, logits.ruled, key, lowest, temperature)
         return jnp.argmax(noisy, axis=1).astype(jnp.int32)
     num_blocks = pl.cdiv(vocab, BLOCK)
     best, token = triton.launch(
@@ -94,16 +96,25 @@ def draw(
     return jnp.take_along_axis(token, jnp.argmax(best, axis=1, keepdims=True), axis=1)[:, 0]
 
 
-def _scores(logits, token, lowest, temperature, key):
+def _scores(logits, noise, lowest, temperature):
     """What the chosen token has the most of. Greedy rows stay as they are."""
-    noisy = logits / jnp.where(temperature > 0, temperature, 1) + gumbel(key[0], key[1], token)
+    noisy = logits / jnp.where(temperature > 0, temperature, 1) + noise
     return jnp.where(temperature > 0, jnp.where(logits >= lowest, noisy, -jnp.inf), logits)
 
 
-def gumbel(key_0: UInt32[Array, ""], key_1: UInt32[Array, ""], counter: Int[Array, " n"]) -> Float[Array, " n"]:
-    """-log(-log(u)), u uniform in (0, 1) from 23 random bits of each counter."""
-    bits, _ = threefry(key_0, key_1, counter.astype(jnp.uint32), jnp.zeros(counter.shape, jnp.uint32))
-    uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
+def gumbel(key_0: UInt32[Array, ""], key_1: UInt32[Array, ""], token: Int[Array, " n"]) -> Float[Array, " n"]:
+    """The noise of each token of the vocabulary."""
+    words = _random_words(key_0, key_1, token // BLOCK * HALF + token % HALF)
+    return _gumbel(jnp.where(token % BLOCK < HALF, *words))
+
+
+def _random_words(key_0, key_1, counter):
+    return threefry(key_0, key_1, counter.astype(jnp.uint32), jnp.zeros(counter.shape, jnp.uint32))
+
+
+def _gumbel(word):
+    """-log(-log(u)), u uniform in (0, 1) from 23 random bits of each word."""
+    uniform = ((word >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
     return -jnp.log(-jnp.log(uniform))
 
 
@@ -122,16 +133,20 @@ def threefry(key_0: Any, key_1: Any, x0: Any, x1: Any) -> tuple[Any, Any]:
 def _draw_kernel(logits: Ruled, lowest_ref, temperature_ref, key_ref, best_ref, token_ref):
     """One program for a (row, BLOCK tokens): the best score and whose it is."""
     row, block = pl.program_id(0), pl.program_id(1)
-    token = block * BLOCK + lax.iota(jnp.int32, BLOCK)
-    values, temperature = logits.load(row, token), temperature_ref[row]
-    scores = lax.cond(
-        temperature > 0,
-        lambda: _scores(values, token, lowest_ref[row], temperature, (key_ref[row, 0], key_ref[row, 1])),
-        lambda: values,
-    )
-    best = scores.max(axis=0)
+    lane, temperature = lax.iota(jnp.int32, HALF), temperature_ref[row]
+    tokens = [block * BLOCK + half * HALF + lane for half in range(2)]
+    values = [logits.load(row, token) for token in tokens]
+
+    def noisy() -> list[Any]:
+        words = _random_words(key_ref[row, 0], key_ref[row, 1], block * HALF + lane)
+        return [_scores(x, _gumbel(word), lowest_ref[row], temperature) for x, word in zip(values, words, strict=True)]
+
+    scores = lax.cond(temperature > 0, noisy, lambda: values)
+    best = jnp.maximum(*scores).max(axis=0)
     best_ref[row, block] = best
-    token_ref[row, block] = jnp.where(scores == best, token, logits.plain.shape[1] - 1).min(axis=0)
+    last = logits.plain.shape[1] - 1
+    first = [jnp.where(x == best, token, last) for x, token in zip(scores, tokens, strict=True)]
+    token_ref[row, block] = jnp.minimum(*first).min(axis=0)
 
 
 def _lowest_kept_kernel(logits: Ruled, temperature_ref, top_k_ref, top_p_ref, min_p_ref, lowest_ref):
@@ -166,30 +181,31 @@ def _lowest_kept(reduce, temperature, top_k, top_p, min_p, *, bits):
     (peak,) = reduce(jnp.max, 1, lambda x: (x,))
     temperature = jnp.where(temperature > 0, temperature, 1)
 
-    def find(weight, target):
-        """The largest t, in the order of the floats' bits, such that the weights of {x >= t} sum to the target."""
+    def find(asks, weight, target_of):
+        """The largest t, in the order of the floats' bits, such that the weights of {x >= t} sum to the target, which
+        is made of the sum of all of them. 0, below every float, for a row that does not ask."""
 
-        def set_bits(i, found):
+        def set_bits(i, state):
+            found, target = state
             shift = (32 - bits * (i + 1)).astype(jnp.uint32)
-            candidates = [found | (jnp.uint32(digit) << shift) for digit in range(1, 2**bits)]
+            candidates = [found | (jnp.uint32(digit) << shift) for digit in range(2**bits)]
 
             def reached(x):
                 ordered, weights = _ordered(x), weight(x)
                 return tuple(jnp.where(ordered >= candidate, weights, 0.0) for candidate in candidates)
 
-            totals = reduce(jnp.sum, len(candidates), reached)
+            total, *totals = reduce(jnp.sum, len(candidates), reached)
+            target = jnp.where(i == 0, target_of(total), target)
             digit = sum((total >= target).astype(jnp.uint32) for total in totals)
-            return found | (digit << shift)
+            return found | (digit << shift), target
 
-        return lax.fori_loop(0, (target > 0).astype(jnp.int32) * (32 // bits), set_bits, jnp.uint32(0))
+        return lax.fori_loop(0, asks.astype(jnp.int32) * (32 // bits), set_bits, (jnp.uint32(0), jnp.float32(0)))[0]
 
-    kept = find(jnp.ones_like, top_k.astype(jnp.float32))
+    kept = find(top_k > 0, jnp.ones_like, lambda total: top_k.astype(jnp.float32))
     likely = peak + jnp.log(jnp.maximum(min_p, 1e-38)) * temperature
     kept = jnp.maximum(kept, jnp.where(min_p > 0, _ordered(likely), 0))
     mass = lambda x: jnp.where(_ordered(x) >= kept, jnp.exp((x - peak) / temperature), 0.0)  # noqa: E731
-    (total,) = reduce(jnp.sum, 1, lambda x: (mass(x),))
-    target = jnp.where(top_p < 1, jnp.maximum(top_p, 1e-20) * total, 0)
-    return _unordered(jnp.maximum(kept, find(mass, target)))
+    return _unordered(jnp.maximum(kept, find(top_p < 1, mass, lambda total: jnp.maximum(top_p, 1e-20) * total)))
 
 
 def _ordered(x: Float[Array, "..."]) -> UInt32[Array, "..."]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from math import inf
@@ -240,8 +240,10 @@ class PrefixCache:
         expires = inf if table.ttl is None else self.queue.now() + table.ttl
         for node in reversed(table.nodes):
             node.last_use = self.clock
-            node.priority = max(node.priority, table.priority)
-            node.expires = max(node.expires, expires)
+            if node.priority < table.priority:
+                node.priority = table.priority
+            if node.expires < expires:
+                node.expires = expires
             node.readers -= 1
             self._release(node)
         table.root.readers -= 1
@@ -265,15 +267,16 @@ class PrefixCache:
         root = self.trie.roots.get(namespace)
         return self._match(root, tokens, len(tokens) // self.page_size) if root else []
 
-    def expected_len(self, tokens: array, namespace: Hashable = None) -> int:
-        """Positions of full pages that a cache without end would have found for a prompt."""
-        digest = hash(namespace)
-        num_pages = (len(tokens) - 1) // self.page_size
-        for column, key in enumerate(self._keys(tokens, 0, num_pages)):
+    def expected_len(self, table: PageTable, tokens: array) -> int:
+        """Positions of full pages that a cache without end would have found for a prompt, or as many as were found; its
+        table has just been opened."""
+        digest, found = table.last.digest, len(table.nodes)
+        for key in self._keys_behind(table.nodes, tokens):
             digest = hash((digest, key))  # as the node of this page has it
             if digest not in self.history:
-                return column * self.page_size
-        return num_pages * self.page_size
+                break
+            found += 1
+        return max(found * self.page_size, table.cached_len)
 
     def explain(self, table: PageTable, tokens: array) -> HitEnd:
         """Why the hit of a table that has just been opened ended where it did."""
@@ -363,24 +366,23 @@ class PrefixCache:
     def follow(self, node: Node, tokens: array, num_pages: int) -> tuple[Node, int]:
         """The last page that a table of `tokens` would find, and the number of pages up to it; the first `num_pages`
         are known to lead to `node`."""
-        for child in self._walk(node, tokens, num_pages, (len(tokens) - 1) // self.page_size):
-            node, num_pages = child, num_pages + 1
-        return node, num_pages
+        behind = self._walk(node, self._keys(tokens, num_pages, (len(tokens) - 1) // self.page_size))
+        return (behind[-1] if behind else node), num_pages + len(behind)
 
     def _keys_behind(self, nodes: list[Node], tokens: array) -> Iterator[bytes]:
         return self._keys(tokens, len(nodes), (len(tokens) - 1) // self.page_size)
 
     def _match(self, root: Node, tokens: array, num_pages: int) -> list[Node]:
-        return list(self._walk(root, tokens, 0, num_pages))
+        return self._walk(root, self._keys(tokens, 0, num_pages))
 
-    def _walk(self, node: Node, tokens: array, first: int, last: int) -> Iterator[Node]:
-        """The published pages of columns [first, last) below `node`, as far as there are."""
-        for key in self._keys(tokens, first, last):
-            child = node.child(key)
-            if child is None:
-                return
-            yield child
-            node = child
+    def _walk(self, node: Node, keys: Iterable[bytes]) -> list[Node]:
+        """The published pages below `node` that these keys lead to, as far as there are."""
+        path = []
+        for key in keys:
+            if (node := node.child(key)) is None:
+                break
+            path.append(node)
+        return path
 
     def _has(self, root: Root, tokens: array, column: int) -> bool:
         """Whether a namespace has the page of this column, and so all before it."""

@@ -175,7 +175,7 @@ class Request:
     `streams` there are results before the last."""
 
     request_id: str
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: array | tuple[int, ...]
     sampling: SamplingParams
     max_len: int
     prompt: str | None = None

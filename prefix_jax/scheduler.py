@@ -333,8 +333,7 @@ class Scheduler:
         self.prefixes.count(sequence.prefixes, table.cached_len)
         self.counts["prompt_tokens"] += sequence.prompt_len
         self.counts["found_tokens"] += table.cached_len
-        expected = self.cache.expected_len(sequence.tokens, table.root.namespace)
-        self.counts["expected_tokens"] += max(expected, table.cached_len)
+        self.counts["expected_tokens"] += self.cache.expected_len(table, sequence.tokens)
 
     def _plan_chunk(self, sequence: Sequence, length: int, plan: StepPlan) -> None:
         """Appends a chunk and publishes the pages it fills, for all that come later in this very plan. A chunk that

@@ -12,8 +12,11 @@ import numpy as np
 
 from pallas_kernels import default_implementation, paged_attention
 from pallas_kernels.cases import CASES, HOPPER_CASES, Case, build
+from pallas_kernels.logit_rules import LogitRules
+from pallas_kernels.norm import add_rms_norm
+from pallas_kernels.qkv import rotate_and_write
 from pallas_kernels.reference import reference
-from pallas_kernels.sampling import draw, lowest_kept
+from prefix_jax.sampler import SamplingRows, sample
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 1.5e-2, "float16": 2e-3}
 
@@ -36,27 +39,103 @@ def check(case: Case, dtype: str, implementation: str, seed: int) -> str | None:
     return None if error <= TOLERANCE[dtype] else f"largest error {error:.2e}"
 
 
-def check_sampling(implementation: str, seed: int) -> str | None:
-    """Rows that ask for different things, over a vocabulary of Llama-3's size: the kernels against plain XLA."""
+def check_sampling(implementation: str, seed: int, vocab: int = 128_256, num_rows: int = 64) -> str | None:
+    """Rows with random rules and parameters over random logits: what is drawn, counted and reported, by the kernels and
+    by plain XLA."""
     rng = np.random.default_rng(seed)
-    num_rows = 64
-    logits = jnp.asarray(rng.normal(0, 4, (num_rows, 128_256)), jnp.float32)
-    temperature = jnp.asarray(rng.choice([0, 0.5, 1, 2], num_rows), jnp.float32)
-    top_k = jnp.asarray(rng.choice([0, 1, 50, 1000], num_rows), jnp.int32)
-    top_p = jnp.asarray(rng.choice([1, 0.99, 0.5, 1e-6], num_rows), jnp.float32)
-    key = jnp.asarray(rng.integers(0, 2**32, (num_rows, 2)), jnp.uint32)
+    of_rows = lambda values, dtype: jnp.asarray(rng.choice(values, num_rows), dtype)  # noqa: E731
+    logits = jnp.asarray(rng.normal(0, 4, (num_rows, vocab)), jnp.float32)
+    rows = SamplingRows(
+        row=jnp.arange(num_rows),
+        temperature=of_rows([0, 0.5, 1, 2], jnp.float32),
+        top_k=of_rows([0, 0, 1, 50, 1000], jnp.int32),
+        top_p=of_rows([1, 0.99, 0.5, 1e-6], jnp.float32),
+        min_p=of_rows([0, 0, 0.02], jnp.float32),
+        seed=jnp.asarray(rng.integers(0, 2**32, (num_rows, 2)), jnp.uint32),
+        last_token=jnp.asarray(rng.integers(0, vocab, num_rows), jnp.int32),
+        position=of_rows(range(8, 64), jnp.int32),
+        num_logprobs=of_rows([-1, 0, 5], jnp.int32),
+        target=jnp.full(num_rows, -1),
+    )
+    empty = LogitRules.empty(num_rows, vocab)
+    bits = lambda: jnp.asarray(rng.integers(0, 2**32, (3, *empty.banned.shape)), jnp.uint32)  # noqa: E731
+    rules = empty._replace(
+        asks=of_rows([0, 1], jnp.int32),
+        prompt_len=of_rows([4, 32], jnp.int32),
+        until=of_rows([0, 32], jnp.int32),
+        num_biases=of_rows([0, 3], jnp.int32),
+        penalties=jnp.asarray(rng.uniform(0.5, 1.5, (num_rows, 3)), jnp.float32),
+        bias_token=empty.bias_token.at[:, :3].set(jnp.asarray(rng.integers(0, vocab, (num_rows, 3)))),
+        bias=empty.bias + 2,
+        banned=jnp.bitwise_and.reduce(bits(), axis=0),
+        banned_early=jnp.bitwise_and.reduce(bits(), axis=0),
+        counts=jnp.asarray(rng.choice([0, 0, 0, 1, 2, 5], (num_rows, vocab)), jnp.int32),
+    )
+    run = jax.jit(sample, static_argnames="implementation")
+    (got, again), want = (
+        (run(logits, rows, rules, implementation=implementation) for _ in range(2)),
+        run(logits, rows, rules, implementation="xla"),
+    )
+    return differences(_asked(got, rows), _asked(again, rows), _asked(want, rows), 1e-4)
 
-    @functools.partial(jax.jit, static_argnames="implementation")
-    def run(logits, temperature, top_k, top_p, key, implementation):
-        lowest = lowest_kept(logits, temperature, top_k, top_p, implementation=implementation)
-        return lowest, draw(logits, lowest, temperature, key, implementation=implementation)
 
-    rows = logits, temperature, top_k, top_p, key
-    (lowest, tokens), (want_lowest, want_tokens) = run(*rows, implementation), run(*rows, "xla")
-    # The mass of a set is summed in another order: a threshold may fall on the next token of 128,256.
-    far = ~((lowest == want_lowest) | (jnp.abs(lowest - want_lowest) < 1e-2))
-    wrong = int((far | (tokens != want_tokens)).sum())
-    return f"{wrong} of {num_rows} rows differ" if wrong else None
+def _asked(sampled, rows: SamplingRows) -> list[np.ndarray]:
+    """Of a step's samples what is defined: tokens, counts, and the log-probabilities of rows that ask."""
+    token, found, rules = sampled
+    num = np.asarray(rows.num_logprobs)
+    asks, top = num >= 0, np.arange(found.top_tokens.shape[1]) < num[:, None]
+    masks = asks, asks, top, top
+    return [
+        np.asarray(token),
+        np.asarray(rules.counts),
+        *(np.asarray(a)[mask] for a, mask in zip(found, masks, strict=True)),
+    ]
+
+
+def check_norm(implementation: str, seed: int, dtype: str = "bfloat16") -> str | None:
+    """The residual sum and its norm, 300 tokens of Llama-3-8B's width."""
+    rng = np.random.default_rng(seed)
+    x, delta, weight = (jnp.asarray(rng.normal(0, 2, shape), dtype) for shape in ((300, 4096), (300, 4096), (4096,)))
+    run = jax.jit(functools.partial(add_rms_norm, eps=1e-5), static_argnames="implementation")
+    got, again, want = (run(x, delta, weight, implementation=name) for name in (implementation, implementation, "xla"))
+    return differences(got, again, want, TOLERANCE[dtype])
+
+
+def check_rotation(implementation: str, seed: int, dtype: str = "bfloat16") -> str | None:
+    """RoPE and the writing of K and V with a bias and norms before it, some tokens written nowhere."""
+    rng = np.random.default_rng(seed)
+    heads, group, width, num_tokens, num_slots = 8, 4, 128, 300, 1000
+    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape), dtype)  # noqa: E731
+    angle = rng.uniform(-np.pi, np.pi, (num_tokens, width // 2))
+    slots = rng.permutation(num_slots)[:num_tokens]
+    slots[::7] = np.iinfo(np.int32).max
+    arrays = (
+        normal(num_tokens, heads, group + 2, width),
+        *(jnp.asarray(of(angle), jnp.float32) for of in (np.cos, np.sin)),
+        jnp.asarray(slots, jnp.int32),
+        *(normal(num_slots, heads, width) for _ in range(2)),
+    )
+    options = {"bias": normal(heads, group + 2, width), "q_norm": normal(width), "k_norm": normal(width), "eps": 1e-5}
+    run = jax.jit(functools.partial(rotate_and_write, **options), static_argnames="implementation")
+    got, again, want = (run(*arrays, implementation=name) for name in (implementation, implementation, "xla"))
+    return differences(got, again, want, 2 * TOLERANCE[dtype])
+
+
+def differences(got, again, want, tolerance: float) -> str | None:
+    """What is wrong with some arrays, if anything."""
+    for one, second, right in zip(got, again, want, strict=True):
+        one, second, right = (np.asarray(array) for array in (one, second, right))
+        if not np.array_equal(one, second):
+            return "two runs differ"
+        if np.issubdtype(one.dtype, np.integer):
+            if not np.array_equal(one, right):
+                return f"{(one != right).sum()} of {one.size} integers differ"
+        else:
+            one, right = one.astype(np.float32), right.astype(np.float32)
+            error = np.abs(one - right) / np.maximum(1, np.abs(right))
+            if error.max(initial=0) > tolerance:
+                return f"largest error {error.max():.2e}"
+    return None
 
 
 def main() -> None:
@@ -74,10 +153,12 @@ def main() -> None:
         for (case, dtype), fault in zip(cases, results, strict=True):
             faults += fault is not None
             print(f"{case.name:24} {dtype:10} {fault or 'ok'}", flush=True)
-    fault = check_sampling(args.implementation, args.seed)
-    faults += fault is not None
-    print(f"{'sampling':24} {'float32':10} {fault or 'ok'}")
-    print(f"{len(cases) + 1 - faults} passed, {faults} failed")
+    others = {"sampling": check_sampling, "sum and norm": check_norm, "rotation and K, V": check_rotation}
+    for name, check_other in others.items():
+        fault = check_other(args.implementation.replace("_hopper", ""), args.seed)
+        faults += fault is not None
+        print(f"{name:24} {'':10} {fault or 'ok'}", flush=True)
+    print(f"{len(cases) + len(others) - faults} passed, {faults} failed")
     raise SystemExit(faults > 0)
 
 
