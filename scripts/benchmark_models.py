@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import benchmark_throughput as throughput
-from benchmark_step import MODELS, decode_figures, start_engine
+from benchmark_step import MODELS, decode_figures, step_runner
 from render_results import Figure
 from runs import Bench, finish, open_results, start_figure
 
@@ -22,8 +22,7 @@ def step_figures(models: Sequence[str], ceilings: dict[str, float], args: argpar
     """Decode steps of each; the first is what the others' shares of the limit are compared with."""
     first: dict[str, Figure] = {}
     for model in models:
-        sizes = {"max_num_seqs": max(args.batch), "max_num_batched_tokens": max(args.batch)}
-        runner = start_engine(model, args.dtype, **sizes).engine.runner
+        runner = step_runner(model, args.dtype, [(batch, batch) for batch in args.batch])
         for figure in decode_figures(model, runner, args.batch, args.context, ceilings, args):
             yield figure
             what = figure.what.removeprefix(model)

@@ -18,21 +18,28 @@ import tempfile
 import time
 from array import array
 from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from ceilings import measure_ceilings, seconds_per_call
+from jax.sharding import Mesh
 from profiles import profiled, time_shares
 from render_results import Figure, device_name, write_results
 from rooflines import decode_bytes, prefill_operations
 
+from pallas_kernels import default_implementation
 from prefix_jax import LLM, SamplingParams
 from prefix_jax.models.llama import LlamaConfig
+from prefix_jax.models.split import AXIS
 from prefix_jax.prefix_cache import PrefixCache
 from prefix_jax.request import Request, Sequence
 from prefix_jax.runner import Runner
 from prefix_jax.scheduler import Chunk, StepPlan
 from prefix_jax.step_batch import Batcher, StepBatch
+from prefix_jax.tiling import make_batcher
+from prefix_jax.weights import load_model
 
 MODELS = {
     "llama-3-8b": LlamaConfig(
@@ -223,6 +230,25 @@ def first_token_figures(llm: LLM, args) -> Iterator[Figure]:
     single, alone = steps.values()
     yield Figure(f"{what}: the step alone", alone, "ms")
     yield Figure.median(f"{what} ÷ decode step, B = 1", [ms / single for ms in first], "x", must=2, aim=1.5)
+
+
+def step_runner(model: str, dtype: str, steps: SequenceOf[tuple[int, int]], num_devices: int = 1) -> Runner:
+    """Random weights, and of an engine's executables those alone that steps of so many (chunks, tokens) run."""
+    mesh = Mesh(np.array(jax.local_devices()[:num_devices]), (AXIS,)) if num_devices > 1 else None
+    length, attention = min(LONGEST, MODELS[model].max_position), default_implementation()
+    config = MODELS[model].for_length(length)
+    weights = load_model(config, config, load_format="dummy", dtype=jnp.dtype(dtype), mesh=mesh)
+    batcher = make_batcher(
+        weights.split.local,
+        weights.dtype,
+        attention,
+        page_size=16,
+        max_num_seqs=max(chunks for chunks, _ in steps),
+        max_num_batched_tokens=max(tokens for _, tokens in steps),
+        max_model_len=length,
+    )
+    batcher.buckets = [batcher.bucket_of(*step) for step in steps]
+    return Runner(weights, batcher, page_size=16, num_pages=None, memory_fraction=0.9, attention=attention)
 
 
 def start_engine(model: str, dtype: str, **options) -> LLM:

@@ -171,7 +171,8 @@ def table_figures(
         workload = line.make(bench.vocab_size, seed).fitting(bench.max_model_len)
         if not workload.items:
             continue
-        runs = bench.measure(workload, [line.arm, OFF] if line.has_off else [line.arm], repeats)
+        arms = [line.arm, OFF] if line.has_off else [line.arm]
+        runs = bench.measure(workload, arms, repeats, once=[OFF])  # which does the same work each time, and much of it
         what = f"{bench.name}, {line.what}"
         figures = list(arm_figures(bench, what, workload, line.arm, runs[line.arm], line.goals.get(bench.name)))
         yield from figures

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from benchmark_step import LONGEST, MODELS, make_batch, once_more, time_step
+from benchmark_step import LONGEST, MODELS, make_batch, once_more, step_runner, time_step
 from benchmark_throughput import NUM_RUNNING, shared_prefix
 from profiles import profiled, time_shares
 from render_results import FOLDER, Figure, Results, device_name, own_command
@@ -29,11 +29,16 @@ from workloads import Item
 
 from prefix_jax import LLM, SamplingParams
 from prefix_jax.models.llama import LlamaConfig
+from prefix_jax.request import CompletionOutput
+from prefix_jax.runner import Runner
 
 ENGINES = [("llama-3-8b", 1), ("llama-3-8b", 2), ("llama-2-13b", 1), ("llama-2-13b", 2), ("llama-2-70b", 2)]
+FEWER = ("llama-2-70b",)  # a quarter of the workload's prompts will do
 FASTER = ("llama-2-13b", 64), 1.5  # a decode step of this model and batch has to be so many times faster on two
 IN_GRAPH = "--xla_gpu_enable_command_buffer=+COLLECTIVES"
 COLLECTIVE = ("nccl", "AllReduce", "all-reduce", "AllGather", "all-gather")
+KINDS = ("1", "2", "2-in-graph", "side-by-side", "same")
+TIE = 1e-4  # of log-probabilities
 SAME = {  # whose heads do not divide between two, and whose do; so many layers: hidden, intermediate, heads, KV heads
     "9 / 3 heads": (8, 576, 1536, 9, 3),
     "32 / 8 heads": (4, 512, 1024, 32, 8),
@@ -55,9 +60,27 @@ def engine_figures(model: str, num_devices: int, args: argparse.Namespace) -> It
         seed=0,
         **options,
     )
-    what = bench.name + (", collectives in the graph" if IN_GRAPH in os.environ.get("XLA_FLAGS", "") else "")
+    what = bench.name
     yield Figure(f"{what}: engine start", bench.start_seconds, "s")
     runner = bench.llm.engine.runner
+    yield from step_figures(what, runner, num_devices, args)
+    runner.reset()
+    bench.warm_up()
+    sizes = [size // args.scale for size in (250 if model in FEWER else 1000, 596, 104, 100)]
+    workload = shared_prefix(*sizes)(bench.vocab_size, 0)
+    for arm in (ALL_ON, AUTOMATIC, OFF):
+        repeats = 1 if arm is OFF else args.repeats  # it does the same work each time, and much of it
+        rates = [run.num_output_tokens / run.seconds for run in bench.measure(workload, [arm], repeats)[arm]]
+        yield Figure.median(f"{what}: {workload_name(sizes)}, {arm.name}", rates, "output tokens/s", better="higher")
+
+
+def in_graph_figures(model: str, num_devices: int, args: argparse.Namespace) -> Iterator[Figure]:
+    """Steps alone, the collectives in the CUDA graph."""
+    runner = step_runner(model, args.dtype, [(n, n) for n in args.batch] + [(1, args.prefill)], num_devices)
+    yield from step_figures(f"{model} on {num_devices} devices, collectives in the graph", runner, num_devices, args)
+
+
+def step_figures(what: str, runner: Runner, num_devices: int, args: argparse.Namespace) -> Iterator[Figure]:
     works = {f"decode step, B = {batch}": [(args.context - 1, 1)] * batch for batch in args.batch}
     works[f"prefill step of {args.prefill} tokens"] = [(0, args.prefill)]
     for name, chunks in works.items():
@@ -69,13 +92,6 @@ def engine_figures(model: str, num_devices: int, args: argparse.Namespace) -> It
             shares = time_shares(events)[1]
             spent = sum(share for kernel, share in shares.items() if any(part in kernel for part in COLLECTIVE))
             yield Figure(f"{what}: {name}, in collectives", 100 * spent / num_devices, "% of the time")
-    runner.reset()
-    bench.warm_up()
-    sizes = [size // args.scale for size in (1000, 596, 104, 100)]
-    workload = shared_prefix(*sizes)(bench.vocab_size, 0)
-    for arm in (ALL_ON, AUTOMATIC, OFF):
-        rates = [run.num_output_tokens / run.seconds for run in bench.measure(workload, [arm], args.repeats)[arm]]
-        yield Figure.median(f"{what}: {workload_name(sizes)}, {arm.name}", rates, "output tokens/s", better="higher")
 
 
 def workload_name(sizes: Sequence[int]) -> str:
@@ -84,7 +100,8 @@ def workload_name(sizes: Sequence[int]) -> str:
 
 
 def side_by_side_figures(model: str, args: argparse.Namespace) -> Iterator[Figure]:
-    """Groups of prompts, each group on one of two engines of a device each, against one engine on both devices."""
+    """Groups of prompts, each group on one of two engines of a device each, against one engine on both devices. Each
+    engine runs as many sequences as it does by default."""
     groups, each, prefix, suffix, out = (max(2, size // args.scale) for size in (32, 16, 2048, 128, 128))
     workload = shared_prefix(groups * each, prefix, suffix, out, groups)(MODELS[model].vocab_size, 0)
     lead = [item.tokens[:prefix].tobytes() for item in workload.items]
@@ -92,14 +109,15 @@ def side_by_side_figures(model: str, args: argparse.Namespace) -> Iterator[Figur
     halves = [
         [item for item, head in zip(workload.items, lead, strict=True) if number[head] % 2 == i] for i in range(2)
     ]
-    common = {"load_format": "dummy", "dtype": args.dtype, "max_model_len": prefix + suffix + out, "use_tqdm": False}
-    common |= {"max_num_seqs": NUM_RUNNING // 2} if args.scale == 1 else {"max_num_seqs": 8}
+    common = {"load_format": "dummy", "dtype": args.dtype, "use_tqdm": False, "seed": 0}
+    common |= {"max_model_len": min(LONGEST, MODELS[model].max_position)}
+    common |= {"max_num_seqs": NUM_RUNNING} if args.scale == 1 else {"max_num_seqs": 8}
     what = f"{model}, {groups} groups x {each} x ({prefix} + {suffix}), {out} out"
     engines = [LLM(MODELS[model], devices=jax.devices()[i : i + 1], **common) for i in range(2)]
     yield from _speed(f"{what}: two engines of a GPU each", list(zip(engines, halves, strict=True)), args)
     del engines
     gc.collect()  # their memory is the next one's
-    both = LLM(MODELS[model], tensor_parallel_size=2, **common | {"max_num_seqs": 2 * common["max_num_seqs"]})
+    both = LLM(MODELS[model], tensor_parallel_size=2, **common)
     yield from _speed(f"{what}: one engine on two GPUs", [(both, workload.items)], args)
 
 
@@ -123,7 +141,8 @@ def _speed(what: str, parts: Sequence[tuple[LLM, list[Item]]], args: argparse.Na
 
 
 def same_figures(args: argparse.Namespace) -> Iterator[Figure]:
-    """Of 64 greedy answers in float32, behind common beginnings, those that are the same on one device and on two."""
+    """Of 64 greedy answers in float32, behind common beginnings, those that are the same on one device and on two, or
+    part where two tokens are as good as equally likely: sums are made in another order."""
     for name, (num_layers, hidden, intermediate, num_heads, num_kv_heads) in SAME.items():
         config = LlamaConfig(
             vocab_size=4096, hidden_size=hidden, intermediate_size=intermediate, num_layers=num_layers,
@@ -144,13 +163,32 @@ def same_figures(args: argparse.Namespace) -> Iterator[Figure]:
                 max_num_batched_tokens=512,
                 use_tqdm=False,
             )
-            outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=32), use_tqdm=False)
-            answers.append([output.outputs[0].token_ids for output in outputs])
-        same = sum(a == b for a, b in zip(*answers, strict=True)) / len(prompts)
+            params = SamplingParams(temperature=0, max_tokens=32, logprobs=2)
+            answers.append([output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)])
+        pairs = list(zip(*answers, strict=True))
+        same = sum(a.token_ids == b.token_ids or parts_at_tie(a, b) for a, b in pairs) / len(pairs)
+        parted = sum(a.token_ids != b.token_ids for a, b in pairs)
         yield Figure(f"float32, {name}: answers the same on one GPU and on two", same, "share", 1.0, better="higher")
+        yield Figure(f"float32, {name}: of these, parted where two tokens differ by less than {TIE:g}", parted, "")
+
+
+def parts_at_tie(a: CompletionOutput, b: CompletionOutput) -> bool:
+    """Whether the first token that differs was one of two whose log-probabilities did not."""
+    first = next(i for i, pair in enumerate(zip(a.token_ids, b.token_ids, strict=True)) if pair[0] != pair[1])
+    best, second = sorted((entry.logprob for entry in a.logprobs[first].values()), reverse=True)[:2]
+    return best - second < TIE
 
 
 # The process that starts them ----------------------------------------------------------------------------------------
+
+
+def processes(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """Models and kinds, one process for each."""
+    engines = ENGINES if args.models is None else [(model, num) for model in args.models for num in (1, 2)]
+    found = [(model, str(num)) for model, num in engines]
+    found += [(model, "2-in-graph") for model, num in engines if num == 2 and jax.devices()[0].platform != "cpu"]
+    found += [(engines[0][0], "side-by-side"), (engines[0][0], "same")]
+    return [(model, kind) for model, kind in found if kind in args.kinds]
 
 
 def run_apart(arguments: Sequence[str], flags: str, seconds: float) -> Iterator[Figure]:
@@ -186,6 +224,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--models", nargs="+", choices=MODELS, help="only these (default: of the project's table)")
+    add("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of processes: only these")
     add("--dtype", default="bfloat16")
     add("--batch", type=int, nargs="+", default=[1, 64, 256])
     add("--context", type=int, default=1024, help="positions of each decoding sequence")
@@ -195,15 +234,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--scale", type=int, default=1, help="divide the sizes of the workloads, and claim nothing")
     add("--product", type=int, help="side of the matrices that measure the limits (default: 1024 on a CPU, else 8192)")
     add("--seconds", type=float, default=300, help="that one engine may take")
+    add("--keep", action="store_true", help="keep the file's other rows")
     add("--folder", type=Path, help="where the file goes (default: benchmarks/results)")
     add("--run", nargs=2, metavar=("MODEL", "DEVICES"), help=argparse.SUPPRESS)
     argv = list(sys.argv[1:] if argv is None else argv)
     args = parser.parse_args(argv)
     if args.run:
-        model, num = args.run
-        makers = {"side-by-side": lambda: side_by_side_figures(model, args), "same": lambda: same_figures(args)}
-        figures = makers[num]() if num in makers else engine_figures(model, int(num), args)
-        for figure in figures:
+        model, kind = args.run
+        makers = {
+            "1": lambda: engine_figures(model, 1, args),
+            "2": lambda: engine_figures(model, 2, args),
+            "2-in-graph": lambda: in_graph_figures(model, 2, args),
+            "side-by-side": lambda: side_by_side_figures(model, args),
+            "same": lambda: same_figures(args),
+        }
+        for figure in makers[kind]():
             print(json.dumps(dataclasses.asdict(figure)), flush=True)
         return 0
     results = Results(
@@ -211,16 +256,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         command=own_command("benchmark_two_gpus.py", argv),
         device=device_name(),
         folder=args.folder or FOLDER,
+        keep=args.keep,
     )
-    engines = ENGINES if args.models is None else [(model, num) for model in args.models for num in (1, 2)]
-    apart = [((model, str(num)), flags) for model, num in engines for flags in ["", IN_GRAPH][:num]]
-    if jax.devices()[0].platform == "cpu":
-        apart = [(run, flags) for run, flags in apart if not flags]
-    apart += [((engines[0][0], "side-by-side"), ""), ((engines[0][0], "same"), "")]
-    for run, flags in apart:
-        for figure in run_apart([*argv, "--run", *run], flags, args.seconds):
+    for model, kind in processes(args):
+        for figure in run_apart([*argv, "--run", model, kind], IN_GRAPH if "graph" in kind else "", args.seconds):
             results.add(figure)
-    results.add(*ratio_figures(results.rows))
+    results.add(*ratio_figures([*results.kept, *results.rows]))
     results.close()
     return 0
 

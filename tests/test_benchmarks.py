@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import benchmark_all
 import benchmark_generation
+import benchmark_models
 import benchmark_peers
 import benchmark_prefix_caching
 import benchmark_serving
@@ -30,6 +31,7 @@ from runs import ALL_ON, OFF, Arm, Bench, Run
 from workloads import Item, Workload, expected_hit_rate, novel_lens, num_distinct, text_encoder
 
 from prefix_jax.models.llama import LlamaConfig
+from prefix_jax.request import CompletionOutput, Logprob
 
 OPTIONS = {**SMALL, "num_pages": 128, "max_model_len": 1024, "forest": True}
 FOUR_BYTES = text_encoder(None, 10_000)  # "x" * 16 is four tokens
@@ -803,6 +805,43 @@ def test_two_gpus_are_compared_by_what_both_ran():
         "llama-2-13b, decode step, B = 64: times as fast on two GPUs": (1.9375, 1.5),
         "llama-2-13b, some workload, all on: times as fast on two GPUs": (1.5, None),
     }
+
+
+@pytest.mark.parametrize(("gap", "ties"), [(2e-5, True), (2e-3, False)])
+def test_two_devices_may_part_at_a_tie_alone(gap, ties):
+    tops = [{1: Logprob(-0.5, 1), 2: Logprob(-1.5, 2)}, {3: Logprob(-0.7, 1), 4: Logprob(-0.7 - gap, 2)}, {}]
+    one, two = (CompletionOutput(0, "", tokens, "length", logprobs=tops) for tokens in ([1, 3, 5], [1, 4, 6]))
+    assert benchmark_two_gpus.parts_at_tie(one, two) is ties
+
+
+def test_models_are_compared_with_the_first(tmp_path, monkeypatch):
+    """The workload on one, decode steps of others by their share of the limit."""
+    monkeypatch.setitem(MODELS, "other", MODELS["tiny"])
+    options = [
+        "--workload",
+        "tiny",
+        "--steps",
+        "tiny",
+        "other",
+        "--batch",
+        "1",
+        "4",
+        "--context",
+        "64",
+        "--scale",
+        "32",
+    ]
+    with compiling_once():
+        status = benchmark_models.main([*options, "--calls", "2", "--repeats", "2", "--folder", str(tmp_path)])
+    assert status == 0
+    rows = {row["what"]: row for row in json.loads((tmp_path / "models.json").read_text())["rows"]}
+    assert any("all on ÷ cache off" in what for what in rows)
+    for batch in (1, 4):
+        name = f"decode step, B = {batch}, context 64 ÷ (bytes / copy bandwidth)"
+        assert rows[f"tiny {name}"]["must"] is None
+        compared = rows[f"other {name} ÷ tiny's"]
+        pairs = zip(rows[f"other {name}"]["repeats"], rows[f"tiny {name}"]["repeats"], strict=True)
+        assert (compared["must"], compared["repeats"]) == (1.05, [a / b for a, b in pairs])
 
 
 @pytest.mark.parametrize("model", ["qwen3-8b", "mistral-7b", "baichuan2-13b"])
