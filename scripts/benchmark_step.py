@@ -248,6 +248,7 @@ def step_runner(model: str, dtype: str, steps: SequenceOf[tuple[int, int]], num_
         max_model_len=length,
     )
     batcher.buckets = [batcher.bucket_of(*step) for step in steps]
+    batcher.costs = None  # nothing is shared
     return Runner(weights, batcher, page_size=16, num_pages=None, memory_fraction=0.9, attention=attention)
 
 

@@ -36,7 +36,7 @@ ENGINES = [("llama-3-8b", 1), ("llama-3-8b", 2), ("llama-2-13b", 1), ("llama-2-1
 FEWER = ("llama-2-70b",)  # a quarter of the workload's prompts will do
 FASTER = ("llama-2-13b", 64), 1.5  # a decode step of this model and batch has to be so many times faster on two
 IN_GRAPH = "--xla_gpu_enable_command_buffer=+COLLECTIVES"
-COLLECTIVE = ("nccl", "AllReduce", "all-reduce", "AllGather", "all-gather")
+COLLECTIVE = ("nccl", "psum", "AllReduce", "all-reduce", "AllGather", "all-gather")  # parts of kernels' names
 KINDS = ("1", "2", "2-in-graph", "side-by-side", "same")
 TIE = 1e-4  # of log-probabilities
 SAME = {  # whose heads do not divide between two, and whose do; so many layers: hidden, intermediate, heads, KV heads
@@ -84,6 +84,8 @@ def step_figures(what: str, runner: Runner, num_devices: int, args: argparse.Nam
     works = {f"decode step, B = {batch}": [(args.context - 1, 1)] * batch for batch in args.batch}
     works[f"prefill step of {args.prefill} tokens"] = [(0, args.prefill)]
     for name, chunks in works.items():
+        if sum(start + length for start, length in chunks) > (runner.num_pages - len(chunks)) * runner.page_size:
+            continue  # there is no room for so many
         batch = make_batch(runner.batcher, runner.num_pages, chunks, runner.config.vocab_size)
         seconds = time_step(runner, batch, args.calls, args.repeats)
         yield Figure.median(f"{what}: {name}", [s * 1e3 for s in seconds], "ms")
