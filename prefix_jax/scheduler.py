@@ -140,13 +140,15 @@ class Scheduler:
         plan = StepPlan()
         # Decodes first: a long prompt must not hold up those that are already answering. And the oldest first: who
         # comes early finds others to preempt.
-        decodes: list[Sequence] = []
-        prefills: list[Sequence] = []
+        decodes: list[tuple[Sequence, int]] = []
+        prefills: list[tuple[Sequence, int]] = []
         for sequence in self.running:
-            (prefills if sequence.remaining > 1 else decodes).append(sequence)
-        for sequence in decodes + prefills:
+            remaining = sequence.remaining
+            if remaining:  # else its last token is in flight
+                (prefills if remaining > 1 else decodes).append((sequence, remaining))
+        for sequence, remaining in decodes + prefills:
             if sequence.row is not None and plan.num_tokens < self.max_num_batched_tokens:
-                self._continue(sequence, plan)
+                self._continue(sequence, remaining, plan)
         self._admit(plan)
         self.counts["computed_tokens"] += plan.num_tokens
         return plan
@@ -177,28 +179,27 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def _continue(self, sequence: Sequence, plan: StepPlan) -> None:
+    def _continue(self, sequence: Sequence, remaining: int, plan: StepPlan) -> None:
         """Plans the next chunk of a running sequence, from behind what others have published meanwhile."""
-        remaining = sequence.remaining
-        if remaining == 0:
-            return  # its last token is in flight
         if sequence.pending and sequence.rules is not None and sequence.rules.needs_tokens:
-            return  # nor can it go on before it knows that token
+            return  # it cannot go on before it knows the token in flight
         if remaining > 1 and self.caching and sequence.request.reads and not sequence.is_scoring:
             adopted = self.cache.adopt(sequence.table, sequence.tokens, sequence.computed_len)
             self.counts["adopted_tokens"] += adopted - sequence.computed_len
             remaining -= adopted - sequence.computed_len
             sequence.computed_len = adopted
         length = self._chunk_len(sequence, remaining, plan)
-        if length and self._make_room(sequence, sequence.computed_len + length):
+        end = sequence.computed_len + length
+        if length and (end <= len(sequence.table.pages) * self.cache.page_size or self._make_room(sequence, end)):
             self._plan_chunk(sequence, length, plan)
 
     def _chunk_len(self, sequence: Sequence, remaining: int, plan: StepPlan) -> int:
         """Positions for which the step has room, in its tokens and in the logits that are read."""
-        room, reads = self.max_num_batched_tokens - plan.num_tokens, self.max_num_seqs - plan.num_reads
-        if remaining > 1 or not reads:
-            room = min(room, reads + max(0, sequence.next_read - sequence.computed_len))
-        return min(remaining, room)
+        reads = self.max_num_seqs - plan.num_reads
+        if remaining == 1 and reads:
+            return 1
+        room = self.max_num_batched_tokens - plan.num_tokens
+        return min(remaining, room, reads + max(0, sequence.next_read - sequence.computed_len))
 
     def _make_room(self, sequence: Sequence, length: int) -> bool:
         """Pages for `length` positions: free ones, then unread leaves, then the pages of the youngest sequence that has
@@ -338,10 +339,10 @@ class Scheduler:
     def _plan_chunk(self, sequence: Sequence, length: int, plan: StepPlan) -> None:
         """Appends a chunk and publishes the pages it fills, for all that come later in this very plan. A chunk that
         ends before its sequence does has used up the budget: nobody can start on the page that it leaves half full."""
-        start = sequence.computed_len
+        start, num_known = sequence.computed_len, len(sequence.tokens)
         end = start + length
-        samples = end == sequence.length
-        from_device = start >= len(sequence.tokens)
+        samples = end == num_known + sequence.pending
+        from_device = start >= num_known
         chunk = Chunk(sequence, sequence.row, start, length, samples, from_device, sequence.table.cached_len)
         if sequence.scored_len < sequence.prompt_len:
             score_end = min(end, sequence.prompt_len - 1)
@@ -362,8 +363,9 @@ class Scheduler:
             sequence.pending += 1
 
     def _publish(self, sequence: Sequence, *, written: bool) -> None:
-        table, end = sequence.table, min(sequence.computed_len, len(sequence.tokens))
-        if end >= (len(table.nodes) + 1) * self.cache.page_size:
+        table, computed = sequence.table, sequence.computed_len
+        if computed >= (len(table.nodes) + 1) * self.cache.page_size:
+            end = min(computed, len(sequence.tokens))
             published = self.cache.publish(table, sequence.tokens, end, written=written)
             self.counts["published_pages"] += published
             sequence.num_published_tokens += published * self.cache.page_size

@@ -18,7 +18,7 @@ from jaxtyping import Int, UInt32
 from prefix_jax.forest import Costs, PerChunk, Run, choose_runs
 from prefix_jax.request import Sequence
 from prefix_jax.scheduler import StepPlan
-from prefix_jax.tile_plan import TILE_FIELDS, TilePlan, TileShape, tile_plan
+from prefix_jax.tile_plan import TILE_FIELDS, TilePlan, TileShape, run_pieces, tile_plan
 from prefix_jax.token_rules import RuleRow, TokenRules, no_rules
 
 SAMPLING_FIELDS = {  # of each row whose logits are read; where nothing is asked
@@ -210,6 +210,29 @@ class StepBatch:
     wants_logprobs: bool = False
 
 
+@dataclass(eq=False)
+class _Decoded:
+    """A step in which each of these rows decoded the token at `starts`, and how it was laid out."""
+
+    bucket: Bucket
+    rows: bytes
+    starts: PerChunk
+    runs: list[Run]
+    pieces: bytes  # into how many ranges each run was cut
+    packed: Int[np.ndarray, " packed_len"] | None = None
+
+    def follows(self, last: _Decoded | None) -> bool:
+        """Whether it is `last` with each sequence one token further."""
+        return (
+            last is not None
+            and self.bucket is last.bucket
+            and self.rows == last.rows
+            and (self.runs is last.runs or not (self.runs or last.runs))
+            and self.pieces == last.pieces
+            and bool((self.starts == last.starts + 1).all())
+        )
+
+
 class Batcher:
     """Lays plans out in buckets. Keeps each row's sampling parameters between steps, its pages, and the runs of pages
     that rows share."""
@@ -227,7 +250,7 @@ class Batcher:
         # What padding has, and each row: fields of the batch.
         self.sampling = {name: (start, np.full(max_num_seqs, start)) for name, start in SAMPLING_FIELDS.items()}
         self.sampling["seed"] = (np.uint32(0), np.zeros((max_num_seqs, 2), np.uint32))
-        self.page_table = np.zeros((max_num_seqs, max_pages), np.int32)  # as the device has it
+        self.page_table = np.zeros((max_num_seqs, max_pages), np.int32)  # as the device has it, of the rows in use
         self.forget_rows()
 
     def forget_rows(self) -> None:
@@ -236,6 +259,7 @@ class Batcher:
         self.ends: dict[int, list[int]] = {}  # of bad words, which rows ban on the device as their last tokens want it
         self.kept_for: tuple[bytes, bytes] | None = None  # rows and lengths whose runs are kept
         self.runs: list[Run] = []
+        self.last: _Decoded | None = None
         self.covered = np.zeros(self.max_num_seqs, np.int64)  # columns of each row that lie in kept runs
 
     def bucket_of(self, num_chunks: int, num_tokens: int, shares: bool = False) -> Bucket:
@@ -249,13 +273,30 @@ class Batcher:
         numbers = [(chunk.row, chunk.start, chunk.length, chunk.write_from) for chunk in chunks]
         rows, starts, lengths, written = np.array(numbers, np.int64).reshape(-1, 4).T
         changes = self._take_changes(plan)
+        rules, bans = self._take_rules(plan)
         runs: list[Run] = []
+        decoded = None
         if bucket is None:
             runs = self._shared_runs(rows, starts, lengths, changes)
             bucket = self.bucket_of(len(chunks), plan.num_tokens, shares=bool(runs))
+            if 0 < plan.num_tokens == len(chunks) == plan.num_reads - plan.num_scored and (written <= starts).all():
+                decoded = self._decoded(bucket, rows, starts, runs)
+        if decoded is not None and decoded.follows(self.last):
+            views = self._lay_out_again(plan, decoded)
+        else:
+            views = self._lay_out(plan, bucket, rows, starts, lengths, written, runs)
+        early_changes = self._fill_changes(changes, views)
+        packed = views["packed"]
+        if decoded is not None:
+            decoded.packed = packed
+        self.last = decoded
+        wants_logprobs = bool((views["num_logprobs"] >= 0).any())
+        return StepBatch(bucket, packed, plan.copies, early_changes, plan.arrivals, rules, bans, wants_logprobs)
+
+    def _lay_out(self, plan: StepPlan, bucket: Bucket, rows, starts, lengths, written, runs) -> dict[str, np.ndarray]:
+        """Everything but the changes of the page table, and the packed array itself."""
         packed = np.zeros(bucket.packed_len, np.int32)
         views = bucket.unpack(packed)
-
         count = plan.num_tokens
         ends = np.cumsum(lengths)
         views["row"][:] = self.max_num_seqs
@@ -265,9 +306,7 @@ class Batcher:
             views["row"][first : min(first + written[i] - starts[i], ends[i])] = self.nowhere
         views["position"][:count] = np.arange(count) + np.repeat(starts - ends + lengths, lengths)
         self._fill_tokens(plan, ends, views)
-        rules, bans = self._take_rules(plan)
         self._fill_reads(plan, rows, ends, starts + lengths, views)
-        early_changes = self._fill_changes(changes, views)
         tiles = tile_plan(
             rows,
             starts,
@@ -278,8 +317,30 @@ class Batcher:
             page_size=self.page_size,
         )
         bucket.fill_tiles(tiles, views)
-        wants_logprobs = bool((views["num_logprobs"] >= 0).any())
-        return StepBatch(bucket, packed, plan.copies, early_changes, plan.arrivals, rules, bans, wants_logprobs)
+        return views | {"packed": packed}
+
+    def _decoded(self, bucket: Bucket, rows: PerChunk, starts: PerChunk, runs: list[Run]) -> _Decoded | None:
+        """A step in which each sequence decodes, if all that changes from one to the next is where they stand: no range
+        of a sequence's own is cut."""
+        narrow = bucket.shapes[0]
+        if narrow.rows > 1 or narrow.splits > 1:
+            return None
+        pieces = b""
+        if runs:
+            ends = starts + 1
+            own = int(ends.sum()) - sum(len(run.members) * (run.last - run.first) for run in runs) * self.page_size
+            pieces = run_pieces(runs, np.ones_like(rows), own, bucket.shapes[-1], self.page_size).tobytes()
+        return _Decoded(bucket, rows.tobytes(), starts, runs, pieces)
+
+    def _lay_out_again(self, plan: StepPlan, decoded: _Decoded) -> dict[str, np.ndarray]:
+        """What `_lay_out` makes of a step that follows the last one."""
+        packed, count = self.last.packed.copy(), plan.num_tokens
+        views = decoded.bucket.unpack(packed)
+        views["position"][:count] = decoded.starts
+        views["sample_position"][:count] = views[f"{decoded.bucket.lists[0]}.end"][:count] = decoded.starts + 1
+        views["token"][:] = 0
+        self._fill_tokens(plan, np.arange(1, count + 1), views)
+        return views | {"packed": packed}
 
     def _shared_runs(self, rows, starts, lengths, changes: Int[np.ndarray, "3 n"]) -> list[Run]:
         """The runs of pages that are worth tiles of their own; kept while the rows stay and no shared page changes."""
@@ -291,7 +352,7 @@ class Batcher:
             filled = (starts % self.page_size == 0) & (starts > 0)  # pages that the rows now see whole
             row = np.concatenate([row, rows[filled]])
             column = np.concatenate([column, starts[filled] // self.page_size - 1])
-            if not ((self.page_table[:, column] == self.page_table[row, column]).sum(axis=0) > 1).any():
+            if not ((self.page_table[rows[:, None], column] == self.page_table[row, column]).sum(axis=0) > 1).any():
                 return self.runs
         self.runs = self.find_runs(self.page_table[rows], starts, lengths)
         self.covered[:] = 0
@@ -378,6 +439,7 @@ class Batcher:
     def _set_owner(self, row: int, sequence: Sequence) -> None:
         asked = sequence.request.sampling
         self.owners[row] = sequence
+        self.last = None
         for name, (_, values) in self.sampling.items():
             if name != "seed":
                 value = getattr(asked, "logprobs" if name == "num_logprobs" else name)
@@ -393,6 +455,8 @@ class Batcher:
         for chunk in plan.chunks:
             table = chunk.sequence.table
             if table.changed:
+                if self.owners[chunk.row] is not chunk.sequence:
+                    self.page_table[chunk.row] = 0  # pages of its last owner, which may be anybody's by now
                 rows += [chunk.row] * len(table.changed)
                 columns += table.changed
                 pages += [table.pages[column] for column in table.changed]
@@ -408,5 +472,6 @@ class Batcher:
         fits = len(index) - early
         views["change_index"][:] = self.max_num_seqs * self.max_pages  # the scratch row
         views["change_index"][:fits] = index[early:]
+        views["change_page"][:] = 0
         views["change_page"][:fits] = changes[2, early:]
         return np.stack([index[:early], changes[2, :early]]).astype(np.int32)

@@ -114,7 +114,7 @@ def tile_plan(
     found: list[list[_Ranges]] = [[] for _ in shapes]
     if runs:
         own = int((starts + lengths - begins).sum())
-        pieces = _pieces(runs, lengths, own, shapes[-1], page_size)
+        pieces = run_pieces(runs, lengths, own, shapes[-1], page_size)
         found[-1].append(_share(runs, pieces, rows, firsts, lengths, num_ranges[-1], shapes[-1].rows, page_size))
     narrow = lengths == 1 if len(shapes) > 1 else np.ones(len(lengths), bool)
     for shape, ranges, counts, chosen in zip(shapes, found, num_ranges, (narrow, ~narrow), strict=False):
@@ -142,7 +142,7 @@ def _tokens(firsts: PerTile, lengths: PerTile) -> Int[np.ndarray, " tokens"]:
     return np.repeat(firsts, lengths) + _within(lengths)
 
 
-def _pieces(
+def run_pieces(
     runs: Sequence[Run], lengths: PerChunk, own: int, wide: TileShape, page_size: int
 ) -> Int[np.ndarray, " runs"]:
     """Into how many ranges each run is cut: as many as fill the device once, if they and their results fit. own:
