@@ -203,7 +203,8 @@ def _lowest_kept(reduce, temperature, top_k, top_p, min_p, *, bits):
 
     kept = find(top_k > 0, jnp.ones_like, lambda total: top_k.astype(jnp.float32))
     likely = peak + jnp.log(jnp.maximum(min_p, 1e-38)) * temperature
-    kept = jnp.maximum(kept, jnp.where(min_p > 0, _ordered(likely), 0))
+    likely = jnp.minimum(_ordered(likely), _ordered(peak))  # 0.0 is behind a peak of -0.0
+    kept = jnp.maximum(kept, jnp.where(min_p > 0, likely, 0))
     mass = lambda x: jnp.where(_ordered(x) >= kept, jnp.exp((x - peak) / temperature), 0.0)  # noqa: E731
     return _unordered(jnp.maximum(kept, find(top_p < 1, mass, lambda total: jnp.maximum(top_p, 1e-20) * total)))
 

@@ -4,7 +4,8 @@ prefix cache makes cheap."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from numbers import Integral
+from math import isfinite
+from numbers import Integral, Real
 from typing import TYPE_CHECKING
 
 from prefix_jax.request import MAX_LOGPROBS, Request, SamplingParams, require_number
@@ -34,6 +35,9 @@ class BeamSearchParams:
             raise ValueError(f"beam_width must be in [1, {MAX_LOGPROBS // 2}], got {self.beam_width}")
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {self.max_tokens}")
+        require_number("length_penalty", self.length_penalty, Real)
+        if not isfinite(self.length_penalty):
+            raise ValueError(f"length_penalty must be finite, got {self.length_penalty}")
         if self.temperature != 0:
             raise ValueError(f"temperature must be 0: beams draw nothing, got {self.temperature}")
 

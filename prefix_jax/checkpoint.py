@@ -22,16 +22,28 @@ class GgufFile:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The contents of the file. CheckpointError when it is missing or no JSON."""
+    """The object in the file. CheckpointError when it is missing, no JSON or something else."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is missing or no JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got {content!r:.80}")
+    return content
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """CheckpointError when the file is damaged; of a file that is cut short it names the first tensor it lacks."""
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    return _read_gguf(path, (found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size))
 
 
 @lru_cache(maxsize=1)  # config, weights and tokenizer come from one file, and it takes seconds
-def read_gguf(path: Path) -> GgufFile:
-    """CheckpointError when the file is damaged; of a file that is cut short it names the first tensor it lacks."""
+def _read_gguf(path: Path, state: tuple[int, ...]) -> GgufFile:
+    """state: what tells the file from another that takes its place."""
     # Imported where it is used: a machine without the package still serves Hugging Face folders.
     from gguf import GGUFReader
 

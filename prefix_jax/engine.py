@@ -29,7 +29,7 @@ from prefix_jax.outputs import OutputMaker
 from prefix_jax.prefix_cache import PrefixCache
 from prefix_jax.prefix_pool import PrefixPool
 from prefix_jax.request import Request, RequestOutput, SamplingParams, Sequence, TokenLogprobs, refused_output
-from prefix_jax.runner import Runner
+from prefix_jax.runner import NOT_FINITE, Runner
 from prefix_jax.scheduler import Chunk, Scheduler, StepPlan
 from prefix_jax.tiling import make_batcher
 from prefix_jax.token_rules import TokenRules
@@ -212,7 +212,7 @@ class Engine:
             sampling,
             prompt_len,
             self.runner.config.vocab_size,
-            end_ids={*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_ids)},
+            end_ids={*sampling.stop_token_ids, *self.eos_ids},
             bad_words=[ids for word in sampling.bad_words for ids in self.tokenizer.encode_word(word)],
             processors=numbers,
         )
@@ -340,6 +340,9 @@ class Engine:
             sequence.pending -= chunk.samples
             if sequence.finish_reason is not None:
                 continue  # aborted, or found finished one step late: the token is dropped
+            if chunk.samples and tokens[chunk.row] == NOT_FINITE:
+                self._refuse_not_finite(sequence)
+                continue
             if chunk.samples:
                 sequence.tokens.append(tokens[chunk.row])
                 sequence.first_token_time = sequence.first_token_time or now
@@ -444,6 +447,15 @@ class Engine:
         self._abort(request.request_id)
         self.ready.append(refused_output(request.request_id, request.prompt, str(error)))
         self.sequences.pop(request.request_id, None)
+
+    def _refuse_not_finite(self, sequence: Sequence) -> None:
+        """Ends a request whose hidden states left the range of their dtype, and forgets its pages."""
+        nodes = list(sequence.table.nodes) if sequence.table is not None else []
+        dtype, position = self.runner.dtype.name, len(sequence.tokens) - 1
+        self._refuse(
+            sequence.request, ArithmeticError(f"the hidden state at position {position} is not finite in {dtype}")
+        )
+        self.cache.forget(nodes)
 
     def _recover(self, error: Exception) -> None:
         """The device failed and may have lost the store, which was donated: a fresh one, an empty cache, and every

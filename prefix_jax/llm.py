@@ -268,14 +268,20 @@ class LLM:
             known = not prefix.is_deleted
             prefix.delete()
             return known
-        return self.engine.call(lambda: self.prefixes.delete(array("i", prefix), cache_salt))
+        try:
+            tokens = array("i", prefix)
+        except OverflowError:
+            return False  # such tokens are in no prefix
+        return self.engine.call(lambda: self.prefixes.delete(tokens, cache_salt))
 
     def load_weights(self, model: str | os.PathLike) -> None:
         """Takes the weights of another checkpoint of the same model, between two steps. Cached pages of the former
         weights never match again; declared prefixes stay and are computed anew. ValueError if shapes differ."""
         config = read_config(model, "auto").for_length(self.engine.config.max_model_len)
-        if (mine := self.model_config) != config:
-            names = [field.name for field in fields(config) if getattr(mine, field.name) != getattr(config, field.name)]
+        mine = self.model_config
+        told = ("bos_id", "eos_ids")  # what the tokenizer and requests were told stays
+        names = [field.name for field in fields(config) if getattr(mine, field.name) != getattr(config, field.name)]
+        if names := [name for name in names if name not in told]:
             raise ValueError(f"{model} is another model: {', '.join(names)} differ")
         with self._on_device():
             weights = load_model(model, config, dtype=self.dtype, mesh=self._mesh)
@@ -446,8 +452,11 @@ def _resolve_dtype(dtype: str, model, load_format: str) -> jnp.dtype:
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A single prompt becomes a list of one; a flat list of integers is a single prompt."""
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
+    if isinstance(prompts, (str, bytes, bytearray, Mapping)):
+        return [prompts]  # of these, bytes are refused one by one
+    prompts = prompts.tolist() if hasattr(prompts, "tolist") else prompts  # of NumPy or JAX
+    if not isinstance(prompts, Iterable):
+        raise TypeError(f"prompts must be text, token ids, a dict, or a list of these, got {prompts!r:.80}")
     prompts = list(prompts)
     return [prompts] if prompts and isinstance(prompts[0], Integral) else prompts
 

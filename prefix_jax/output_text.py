@@ -59,5 +59,11 @@ class OutputText:
 
     def _num_held(self) -> int:
         """Characters at the end with which a stop string begins."""
-        lengths = (n for stop in self.sampling.stop for n in range(1, len(stop)) if self.text.endswith(stop[:n]))
+        longest = len(self.text)
+        lengths = (
+            n
+            for stop in self.sampling.stop
+            for n in range(1, min(len(stop), longest + 1))
+            if self.text.endswith(stop[:n])
+        )
         return max(lengths, default=0)

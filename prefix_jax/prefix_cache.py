@@ -260,6 +260,14 @@ class PrefixCache:
         if tier is not None:
             tier.clear()
 
+    def forget(self, nodes: list[Node]) -> None:
+        """Takes pages in which nothing good stands out of the trie, as far as nobody reads them; a path, in order."""
+        tier, self.tier = self.tier, None
+        for node in reversed(nodes):
+            if node.is_idle and not node.children:
+                self._evict(node)
+        self.tier = tier
+
     # What there is ---------------------------------------------------------------------------------------------------
 
     def find(self, tokens: array, namespace: Hashable = None) -> list[Node]:

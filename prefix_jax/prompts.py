@@ -108,7 +108,7 @@ class PromptReader:
         self.check_fits(len(token_ids))
         max_len = longest if sampling.max_tokens is None else min(len(token_ids) + sampling.max_tokens, longest)
         return Request(
-            request_id=str(options.get("request_id") or next(fresh_ids)),
+            request_id=next(fresh_ids) if options.get("request_id") is None else str(options["request_id"]),
             prompt_token_ids=tokens,
             sampling=sampling,
             max_len=max_len,
@@ -186,7 +186,9 @@ class PromptReader:
                 text = self.tokenizer.render_chat(self._join_messages(above, prompt["messages"]), **options)
                 return text, self.tokenizer.encode_rendered(text)
             if "prompt_token_ids" in given:
-                text = None if above else prompt.get("prompt")
+                text = None if above else prompt.get("prompt") or None
+                if not isinstance(text, str | None):
+                    raise TypeError(f"the prompt beside prompt_token_ids must be text, got {text!r:.80}")
                 return text, [*(above.whole if above else ()), *_token_list(prompt["prompt_token_ids"])]
             prompt = prompt["prompt"]
         if isinstance(prompt, str) and above is not None:
@@ -265,8 +267,8 @@ def _join_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _token_list(tokens: Any) -> list[int]:
-    tokens = tokens.tolist() if isinstance(tokens, np.ndarray) else tokens
-    is_list = isinstance(tokens, Sequence) and not isinstance(tokens, bytes)
+    tokens = tokens.tolist() if hasattr(tokens, "tolist") else tokens  # of NumPy or JAX
+    is_list = isinstance(tokens, Sequence) and not isinstance(tokens, bytes | bytearray)
     if is_list and set(map(type, tokens)) == {int}:
         return list(tokens)  # nearly always: asking each token for its abstract class takes a second per million
     if not is_list or any(isinstance(t, bool) or not isinstance(t, Integral) for t in tokens):

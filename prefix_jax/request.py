@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 if TYPE_CHECKING:
     from prefix_jax.output_text import OutputText
     from prefix_jax.prefix_cache import HitEnd, PageTable
@@ -24,20 +26,20 @@ CACHE_MODES = ("readwrite", "read", "write", "off")
 class SamplingParams:
     """How tokens are chosen, and when to stop. Names and meanings are vLLM's.
 
-    n: answers to one prompt, which share its pages; best_of is refused. temperature: 0 is greedy. top_k: 0 or -1 is
-    off. top_p: in (0, 1]; the smallest set of tokens of at least this mass. min_p: in [0, 1]; tokens at least so many
-    times as likely as the likeliest. seed: None or -1 draws a fresh one for each request; the n answers differ. A
-    positive presence_penalty or frequency_penalty (in [-2, 2]) lowers the scores of tokens of the output, a
-    repetition_penalty over 1 those of prompt and output. logit_bias: what is added to the scores of tokens, within
-    [-100, 100].
-    allowed_token_ids: no others. bad_words: texts whose tokens never follow one another in the output, as they stand
-    and behind a space. Where all of these leave no token, the answer ends with "length" and says so.
-    logits_processors: of those that the engine was built with, by name or themselves; they come last.
+    n: answers to one prompt, which share its pages, and at temperature 0 are the same; best_of is refused.
+    temperature: 0 is greedy. top_k: 0, -1 or None is off. top_p: in (0, 1]; the smallest set of tokens of at least
+    this mass. min_p: in [0, 1]; tokens at least so many times as likely as the likeliest. seed: None or -1 draws a
+    fresh one for each request; the n answers differ. A positive presence_penalty or frequency_penalty (in [-2, 2])
+    lowers the scores of tokens of the output, a repetition_penalty over 1 those of prompt and output. logit_bias:
+    what is added to the scores of tokens, within [-100, 100]. allowed_token_ids: no others. bad_words: texts whose
+    tokens never follow one another in the output, as they stand and behind a space. Where all of these leave no
+    token, the answer ends with "length" and says so. logits_processors: of those that the engine was built with, by
+    name or themselves; they come last.
 
     max_tokens: None is as many as the model's context and the pool take; 0 only scores the prompt. min_tokens: no
-    end token before, no stop string up to there; the room for the answer ends it all the same. stop: strings that end
-    the output. stop_token_ids: tokens that end it, and stay in the ids. With include_stop_str_in_output what ends it is
-    part of its text. ignore_eos: go on after the model's own end tokens.
+    end token before, with ignore_eos neither, no stop string up to there; the room for the answer ends it all the
+    same. stop: strings that end the output. stop_token_ids: tokens that end it, and stay in the ids. With
+    include_stop_str_in_output what ends it is part of its text. ignore_eos: go on after the model's own end tokens.
 
     logprobs: with each token its log-probability and those of so many likeliest ones (at most 20), before all of the
     above. prompt_logprobs: the same for the prompt's tokens; the positions before them are computed for that, on top of
@@ -93,14 +95,23 @@ class SamplingParams:
         for name in ("stop_token_ids", "allowed_token_ids"):
             for token in getattr(self, name) or ():
                 require_number(name, token, Integral)
+            if getattr(self, name):
+                object.__setattr__(self, name, tuple(map(int, getattr(self, name))))
         object.__setattr__(self, "logit_bias", _as_biases(self.logit_bias))
         if self.seed == -1:
             object.__setattr__(self, "seed", None)
+        if self.top_k is None:
+            object.__setattr__(self, "top_k", 0)
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool | np.bool_):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
         for name, kind, low, high, allowed in _RANGES:
             value = getattr(self, name)
             if value is None and name in _OPTIONAL:
                 continue
             require_number(name, value, kind)
+            value = int(value) if kind is Integral else float(value)  # NumPy's would wrap around in the first sum
+            object.__setattr__(self, name, value)
             if not low <= value <= high or (value == low and allowed.startswith("in (")):
                 raise ValueError(f"{name} must be {allowed}, got {value}")
         if self.max_tokens == 0 and self.prompt_logprobs is None:
@@ -120,6 +131,9 @@ class SamplingParams:
         return penalties != (0, 0, 1) or any(others)
 
 
+_FLAGS = (
+    "include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
+)  # fmt: skip
 _OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
 _RANGES = (  # name, kind, least, most, in words
     ("n", Integral, 1, 2**16, "in [1, 65536]"),

@@ -36,6 +36,7 @@ PAGE_GROUP = 16  # pages to or from host memory in one launch
 SLOT_GROUP = 512  # positions of saved prefixes in one launch
 CHANGE_GROUP = 4096  # page table changes in one launch, before the step
 RULE_GROUP = 16  # rows of rules in one launch, where there are several
+NOT_FINITE = -1  # the token of a row whose hidden state is NaN or infinite
 # For the compiler: no trials of two kernels for one fusion, on arrays as large as those that fill the memory already.
 NO_TRIALS = {"xla_gpu_experimental_enable_fusion_autotuner": False}
 PAGE = jax.sharding.PartitionSpec(None, None, None, AXIS)  # of K and V [S, L, 2, Hkv, D]
@@ -115,8 +116,8 @@ class Runner:
         return None if self.mesh is None else jax.sharding.NamedSharding(self.mesh, spec, **memory)
 
     def dispatch(self, batch: StepBatch) -> tuple[Int[Array, " rows"], Logprobs | None]:
-        """Starts one step; returns each row's last sampled token, and log-probabilities if any are wanted, which are
-        still being computed."""
+        """Starts one step; returns each row's last sampled token, or NOT_FINITE, and log-probabilities if any are
+        wanted, which are still being computed."""
         if self.store is None:
             self.reset()
         for changes in _groups(batch.early_changes.T, CHANGE_GROUP):
@@ -402,9 +403,11 @@ def step(
     )
     hidden, store = model(tokens, position, slots, store, attend, attention, scales)
     with jax.named_scope("sample"):
-        logits = model.logits(hidden[batch["sample_token"]])
+        read = hidden[batch["sample_token"]]
+        logits = model.logits(read)
         asked = _sampling_rows(batch, tokens)
         sampled, found, rules = sample(logits, asked, rules, processors, implementation=attention)
+    sampled = jnp.where(jnp.isfinite(read).all(axis=1), sampled, NOT_FINITE)
     return store, page_table, last_tokens.at[batch["sample_row"]].set(sampled), rules, found
 
 

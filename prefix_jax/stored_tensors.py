@@ -55,7 +55,9 @@ class StoredTensor:
 def safetensors_in(folder: Path) -> dict[str, StoredTensor]:
     """Tensors of one or many files. CheckpointError names a file that is missing or cut short."""
     index_file = folder / INDEX
-    index = read_json(index_file)["weight_map"] if index_file.exists() else {}
+    index = read_json(index_file).get("weight_map") if index_file.exists() else {}
+    if not isinstance(index, dict) or not all(isinstance(name, str) for name in index.values()):
+        raise CheckpointError(f"{index_file}: weight_map must give each tensor's file, got {index!r:.80}")
     stored: dict[str, StoredTensor] = {}
     for path in [folder / name for name in sorted(set(index.values())) or [SAFETENSORS]]:
         stored |= _safetensors_file(path)
@@ -193,7 +195,8 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
     if (architecture := metadata.get("general.architecture", "llama")) not in GGUF_ARCHITECTURES:
         known = ", ".join(GGUF_ARCHITECTURES)
         raise CheckpointError(f"{file.path}: general.architecture = {architecture!r} is not supported; known: {known}")
-    for key, known in {"rope.scaling.type": "none", "expert_count": 0}.items():
+    unscaled = {"rope.scaling.type": "none", "rope.scaling.factor": 1.0, "rope.scale_linear": 1.0}
+    for key, known in (unscaled | {"expert_count": 0}).items():
         if (got := metadata.get(f"{architecture}.{key}", known)) != known:
             raise CheckpointError(f"{file.path}: {architecture}.{key} = {got!r} is not supported; known: {known!r}")
     values = {key: metadata.get(f"{architecture}.{gguf_key}") for key, gguf_key in _GGUF_CONFIG.items()}

@@ -14,6 +14,9 @@ from typing import Any
 
 import jinja2
 import tokenizers
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
@@ -57,6 +60,7 @@ class Tokenizer:
         self._add_bos = self.bos_id is not None and (self._processor_adds_bos if add_bos is None else add_bos)
         # SentencePiece spells unknown characters in tokens of one byte; GPT-2's BPE has bytes for an alphabet.
         self._byte_ids = {backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256)} - {None}
+        self._continuation_ids = {backend.token_to_id(f"<0x{byte:02X}>") for byte in range(0x80, 0xC0)} - {None}
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
@@ -189,6 +193,11 @@ class Tokenizer:
             raise ValueError("the chat template takes no message behind these")
         return _common_start(own, chats)
 
+    def leaves_out(self, token_id: int, *, skip_special_tokens: bool) -> bool:
+        """Whether text never shows this id."""
+        is_skipped = skip_special_tokens and token_id in self._special_ids
+        return is_skipped or self._backend.id_to_token(token_id) is None
+
     @cached_property
     def _special_ids(self) -> frozenset[int]:
         return frozenset(i for i, token in self._backend.get_added_tokens_decoder().items() if token.special)
@@ -219,6 +228,8 @@ class IncrementalDecoder:
 
     def push(self, token_id: int) -> str:
         """The new text that is certain with this id: empty while a character is incomplete."""
+        if self._tokenizer.leaves_out(token_id, skip_special_tokens=self._options[0]):
+            return ""
         self._window.append(token_id)
         self._pending.append(token_id)
         # An unfinished character decodes to one replacement, or to one for each of its up to three single-byte tokens.
@@ -260,9 +271,16 @@ class IncrementalDecoder:
     def _tail(self, ids: Sequence[int]) -> list[int]:
         """The last ids from one with a text of its own, which no run of byte tokens before it can reach into."""
         start = max(0, len(ids) - _CONTEXT_LEN)
-        while start > 0 and (ids[start] in self._tokenizer._byte_ids or not self._decode(ids[start : start + 1])):
+        while start > 0 and self._needs_those_before(ids[start]):
             start -= 1
         return list(ids[start:])
+
+    def _needs_those_before(self, token_id: int) -> bool:
+        """A byte that goes on with a character, or a token without a text of its own."""
+        tokenizer = self._tokenizer
+        if token_id in tokenizer._byte_ids:
+            return token_id in tokenizer._continuation_ids
+        return not self._decode([token_id])
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, *self._options)
@@ -294,13 +312,23 @@ _CONTINUATIONS = (
 )
 
 
+class _Generation(Extension):
+    """transformers' {% generation %} … {% endgeneration %}, which marks what the assistant says: it stays as it is."""
+
+    tags = frozenset({"generation"})
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
 @lru_cache(maxsize=16)
 def _compile_template(source: str) -> jinja2.Template:
     def raise_exception(message: str):
         raise jinja2.TemplateError(message)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes HTML
     environment.globals["raise_exception"] = raise_exception

@@ -43,7 +43,12 @@ def read_config(source: ModelSource, load_format: str = "auto") -> LlamaConfig:
     """The model's sizes, from a folder, a config.json, a GGUF file, the contents of a config.json, or as given."""
     if isinstance(source, LlamaConfig):
         return source
-    return LlamaConfig.from_hf(source if isinstance(source, Mapping) else hf_config(source, load_format))
+    content = source if isinstance(source, Mapping) else hf_config(source, load_format)
+    try:
+        return LlamaConfig.from_hf(content)
+    except (TypeError, AttributeError, KeyError, ZeroDivisionError) as error:  # of a value of another kind
+        where = "the config" if isinstance(source, Mapping) else f"the config of {source}"
+        raise CheckpointError(f"{where} cannot be read: {type(error).__name__}: {error}") from error
 
 
 def hf_config(path: str | Path, load_format: str = "auto") -> dict[str, Any]:
@@ -256,10 +261,16 @@ def _parameters(
         yield model.lm_head, {HEAD: (config.vocab_size, width)}, _unit_rows if config.norm_head else _fused
 
 
+def _digest(tensor: StoredTensor) -> tuple[Shape, str, str]:
+    """Of what a tensor is; one is read at a time."""
+    values = np.ascontiguousarray(tensor.read())
+    return tensor.shape, values.dtype.name, hashlib.blake2b(values.reshape(-1).view(np.uint8)).hexdigest()
+
+
 def _check_tensors(stored: Mapping[str, StoredTensor], wanted: Mapping[str, Shape]) -> None:
     left_over = {name for name in stored.keys() - wanted.keys() if not name.endswith(REDUNDANT_SUFFIX)}
     # A tied checkpoint may store its head once more; one that differs would be dropped silently.
-    if HEAD in left_over and EMBED in stored and np.array_equal(stored[HEAD].read(), stored[EMBED].read()):
+    if HEAD in left_over and EMBED in stored and _digest(stored[HEAD]) == _digest(stored[EMBED]):
         left_over.remove(HEAD)
     files = ", ".join(dict.fromkeys(str(tensor.file.parent) for tensor in stored.values()))
     faults = [f"{name} is missing in {files}" for name in wanted if name not in stored]

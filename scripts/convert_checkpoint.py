@@ -28,16 +28,22 @@ def convert(source: Path, target: Path, kind: str, *, use_tqdm: bool = False) ->
         raise ValueError(f"{target} exists; name a folder that does not")
     config = hf_config(source)
     tensors = open_tensors(source, Llama(LlamaConfig.from_hf(config), dtype=jnp.float32))
+    if target.resolve().is_relative_to(source.resolve()):
+        raise ValueError(f"{target} lies inside {source}, which would then hold two checkpoints")
     partial = target.with_name(target.name + ".partial")
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
-    _copy_what_is_beside(source, partial, config)
-    if kind == "orbax":
-        write_orbax(partial / ORBAX, tensors, use_tqdm=use_tqdm)
-    else:
-        write_safetensors(partial, tensors, use_tqdm=use_tqdm)
-    partial.rename(target)
+    try:
+        _copy_what_is_beside(source, partial, config)
+        if kind == "orbax":
+            write_orbax(partial / ORBAX, tensors, use_tqdm=use_tqdm)
+        else:
+            write_safetensors(partial, tensors, use_tqdm=use_tqdm)
+        partial.rename(target)
+    except Exception:
+        shutil.rmtree(partial)
+        raise
 
 
 def _copy_what_is_beside(source: Path, target: Path, config: dict[str, Any]) -> None:

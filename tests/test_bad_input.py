@@ -1,5 +1,9 @@
 """Every kind of bad input: what is refused, what the error says, and that the others run."""
 
+from array import array
+
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from engines import (
     SMALL,
@@ -14,7 +18,7 @@ from engines import (
 )
 from tiny_models import tiny_config, tiny_weights, write_checkpoint
 
-from prefix_jax import LLM, SamplingParams
+from prefix_jax import LLM, BeamSearchParams, SamplingParams
 
 
 @pytest.fixture
@@ -188,6 +192,45 @@ def test_sampling_parameters_at_the_edges_are_accepted(llm):
 def test_options_that_make_no_engine_are_refused(options, error):
     with pytest.raises((ValueError, TypeError), match=error):
         LLM(tiny_folder(), use_tqdm=False, **options)
+
+
+@pytest.mark.parametrize("prompts", [b"abc", [b"abc"], [bytearray(b"abc")], [[1, 2], bytearray(b"x")]])
+def test_bytes_are_no_token_ids(llm, prompts):
+    with pytest.raises(ValueError, match=r"a prompt must be text, a list of token ids.*got b"):
+        generate(llm, prompts)
+
+
+@pytest.mark.parametrize("prompts", [None, 5, np.int32(5)])
+def test_what_is_no_prompt_at_all_is_shown(llm, prompts):
+    with pytest.raises(TypeError, match="prompts must be text, token ids, a dict, or a list of these, got"):
+        generate(llm, prompts)
+
+
+@pytest.mark.parametrize(
+    "make", [np.array, jnp.array, lambda ids: np.array(ids, np.uint16), lambda ids: array("q", ids)]
+)
+def test_arrays_are_prompts(llm, make):
+    want = [output.outputs[0].token_ids for output in generate(llm, [[5, 6, 7], [8, 9, 10]])]
+    for prompts in ([make([5, 6, 7]), make([8, 9, 10])], [[5, 6, 7], make([8, 9, 10])]):
+        assert [output.outputs[0].token_ids for output in generate(llm, prompts)] == want
+    assert [output.outputs[0].token_ids for output in generate(llm, make([5, 6, 7]))] == want[:1]
+
+
+def test_a_prompt_beside_token_ids_is_a_label(llm):
+    (output,) = generate(llm, [{"prompt": "", "prompt_token_ids": [5, 6], "request_id": 0}])
+    assert (output.prompt_token_ids, output.request_id) == ([5, 6], "0")
+    with pytest.raises(ValueError, match="the prompt beside prompt_token_ids must be text, got 7"):
+        generate(llm, [{"prompt": 7, "prompt_token_ids": [5, 6]}])
+
+
+def test_a_prefix_of_tokens_that_cannot_be_is_not_there(llm):
+    assert llm.delete_prefix([2**40]) is False
+
+
+@pytest.mark.parametrize(("value", "error"), [("x", TypeError), (float("nan"), ValueError), (True, TypeError)])
+def test_a_length_penalty_is_a_finite_number(value, error):
+    with pytest.raises(error, match=r"length_penalty must be .*got"):
+        BeamSearchParams(2, 4, length_penalty=value)
 
 
 def test_a_tokenizer_that_does_not_fit_the_model_is_refused(tmp_path):

@@ -3,6 +3,7 @@
 import itertools
 import random
 import threading
+from array import array
 from types import SimpleNamespace
 
 import jax
@@ -438,3 +439,28 @@ def test_a_reset_that_finds_no_memory_is_tried_again(monkeypatch):
             llm.engine.call(llm.engine.start_over)
     assert llm.engine.runner.store is None
     assert tokens_of(generate(llm, prompts)) == expected
+
+
+def test_a_request_whose_states_are_not_finite_ends_with_an_error_and_leaves_nothing():
+    """The constant token 0, or garbage, where a model leaves the range of its dtype (C76). Neither its neighbours
+    notice nor those who get its pages later."""
+    config = tiny_config()
+    weights = tiny_weights(config)
+    weights["model.embed_tokens.weight"][7] = np.nan
+    with compiling_once():
+        llm = LLM(write_checkpoint(home() / "not_finite", config, weights), use_tqdm=False, **{**TIGHT, "check": True})
+    good = [[5 + i, *range(20, 40)] for i in range(3)]
+    want = tokens_of(generate(llm, good, greedy(8)))
+    llm.reset_prefix_cache()
+    bad = [*range(50, 62), 7, *range(62, 70)]
+    for _ in range(3):
+        outputs = generate(llm, [good[0], bad, good[1]], greedy(8))
+        assert outputs[1].error == "the hidden state at position 20 is not finite in float32"
+        assert outputs[1].outputs[0].finish_reason == "error"
+        assert tokens_of(outputs[::2]) == want[:2]
+        assert not llm.engine.cache.find(array("i", bad))
+        assert tokens_of(generate(llm, good, greedy(8))) == want
+    (shared,) = generate(llm, [bad[:12]], greedy(2))
+    assert not shared.error and shared.num_cached_tokens == 0, "also what was good of it is gone"
+    streamed = list(llm.stream([bad], greedy(8)))
+    assert [output.outputs[0].finish_reason for output in streamed] == ["error"]

@@ -228,6 +228,9 @@ def test_min_tokens_holds_against_every_kind_of_end():
     eos = make_llm(tiny_folder(eos_token_id=plain.token_ids[1]))
     assert len(generate(eos, [prompt], sampled(30, ignore_eos=False))[0].outputs[0].token_ids) == 2
     assert len(generate(eos, [prompt], sampled(30, ignore_eos=False, min_tokens=10))[0].outputs[0].token_ids) >= 10
+    ends_at_once = {"logit_bias": {plain.token_ids[1]: 100.0}, "ignore_eos": True}  # which only stops it from ending
+    (held,) = generate(eos, [prompt], sampled(8, min_tokens=6, **ends_at_once))
+    assert [token == plain.token_ids[1] for token in held.outputs[0].token_ids] == [False] * 6 + [True] * 2
     (exact,) = generate(llm, [prompt], sampled(10, min_tokens=10, stop=plain.text[1:2]))
     assert len(exact.outputs[0].token_ids) == 10
 

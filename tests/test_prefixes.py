@@ -394,6 +394,18 @@ def test_random_lives_of_prefixes(llm):
 # Other weights --------------------------------------------------------------------------------------------------------
 
 
+def test_weights_may_come_with_another_end_of_text(llm, tmp_path):
+    """As a base model and its chat model have: what requests were told stays."""
+    config = tiny_config() | {"eos_token_id": 9}
+    (mine,) = generate(llm, random_prompts(51, 20))
+    llm.load_weights(write_checkpoint(tmp_path / "chat", config, tiny_weights(config, seed=1)))
+    try:
+        assert llm.engine.eos_ids == make_llm().engine.eos_ids
+        assert tokens_of(generate(llm, random_prompts(51, 20))) != tokens_of([mine])
+    finally:
+        llm.load_weights(tiny_folder())
+
+
 def test_pages_of_other_weights_never_match(llm, tmp_path):
     prefix, tail = random_prompts(50, 48, 5)
     weights = tiny_weights(tiny_config(), seed=1)

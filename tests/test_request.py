@@ -31,7 +31,8 @@ def test_a_value_out_of_range_is_refused_by_name(field, value):
         ("temperature", "1"), ("temperature", None), ("temperature", True), ("top_p", "0.5"), ("top_k", 1.5),
         ("top_k", False), ("max_tokens", 2.0), ("max_tokens", True), ("seed", 1.0), ("seed", "x"),
         ("stop_token_ids", ["a"]), ("stop_token_ids", [1.0]), ("stop_token_ids", [True]), ("stop_token_ids", 5),
-        ("stop", 5), ("logit_bias", [5]), ("allowed_token_ids", ["a"]), ("min_p", None), ("n", 1.0), ("logprobs", True),
+        ("stop", 5), ("ignore_eos", "no"), ("detokenize", None),
+        ("logit_bias", [5]), ("allowed_token_ids", ["a"]), ("min_p", None), ("n", 1.0), ("logprobs", True),
     ],
 )  # fmt: skip
 def test_a_value_of_the_wrong_kind_is_refused_by_name(field, value):
@@ -39,7 +40,21 @@ def test_a_value_of_the_wrong_kind_is_refused_by_name(field, value):
         SamplingParams(**{field: value})
 
 
+@pytest.mark.parametrize("kind", [np.int8, np.uint8, np.int32, np.int64])
+def test_numbers_of_numpy_become_pythons(kind):
+    """They would wrap around in the first sum."""
+    params = SamplingParams(
+        n=kind(2), max_tokens=kind(100), min_tokens=kind(99), top_k=kind(3), seed=kind(1), logprobs=kind(2),
+        stop_token_ids=[kind(7)], allowed_token_ids=np.array([7, 8], kind), temperature=np.float16(0.5),
+    )  # fmt: skip
+    values = [params.n, params.max_tokens, params.min_tokens, params.top_k, params.seed, params.logprobs]
+    values += [*params.stop_token_ids, *params.allowed_token_ids]
+    assert values == [2, 100, 99, 3, 1, 2, 7, 7, 8]
+    assert {type(value) for value in values} == {int} and type(params.temperature) is float
+
+
 def test_the_edges_of_every_range_are_allowed():
+    assert SamplingParams(top_k=None) == SamplingParams(top_k=0), "C43"
     SamplingParams(temperature=0, top_p=1, top_k=-1, max_tokens=1, seed=0)
     SamplingParams(temperature=3.4e38)
     assert SamplingParams(seed=-1) == SamplingParams(seed=None), "as in vLLM"

@@ -143,6 +143,22 @@ def test_a_whole_output_takes_few_decode_calls_however_long_it_is(backend):
     assert text == "".join(deltas(tokenizer, ids[:100], ids[100:]))
 
 
+@pytest.mark.parametrize("tokens", [["<|user|>"], [299], ["</s>"], ["<0xC3>", "<0xA9>"]], ids=str)
+def test_ids_without_text_and_bytes_cost_no_more_than_others(tokens, monkeypatch):
+    """Ends of text that go on under ignore_eos, ids that the tokenizer lacks, a script spelled in bytes: a decoder that
+    looks back over all of them takes minutes, and everybody waits."""
+    of_bytes = {"</s>", "<0xC3>"} & set(tokens)
+    tokenizer = Tokenizer(byte_fallback_backend() if of_bytes else tiny_tokenizer())
+    ids = [tokenizer._backend.token_to_id(token) if isinstance(token, str) else token for token in tokens] * 500
+    decode, lengths = IncrementalDecoder._decode, []
+    monkeypatch.setattr(IncrementalDecoder, "_decode", lambda self, ids: lengths.append(len(ids)) or decode(self, ids))
+    decoder = IncrementalDecoder(tokenizer, ids)
+    for token_id in ids:
+        decoder.push(token_id)
+    decoder.flush()
+    assert sum(lengths) < 60_000, "of windows decoded"
+
+
 def test_the_leading_space_of_an_output_is_kept_and_none_is_added():
     """The first piece's space is stripped, or chunks join without one: transformers#22710, vllm#29953 (C59)."""
     tokenizer = Tokenizer(byte_fallback_backend(), bos_id=1)
@@ -254,6 +270,17 @@ def test_templates_render_as_transformers_renders_them():
     tokenizer = Tokenizer(tiny_tokenizer(), chat_template=template)
     text = tokenizer.render_chat([{"role": "user", "content": "é<'"}, {"role": "user", "content": "no"}])
     assert text == """{"role": "user", "content": "é<'"}4"""
+
+
+def test_a_template_may_mark_what_the_assistant_says():
+    """transformers' tag for masks, which is no Jinja."""
+    tokenizer = Tokenizer(tiny_tokenizer())
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}[{{ m.content }}]{% endgeneration %}"
+        "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert tokenizer.render_chat(chat, chat_template=template) == "a[b]"
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,8 @@ def rope_settings(rope: Mapping[str, Any], theta: float, head_dim: int, max_posi
     kind = "by layer type" if by_layer_type else rope.get("rope_type", rope.get("type", "default"))
     if kind not in _KINDS:
         raise ValueError(f"unknown RoPE type {kind!r}; known: {', '.join(_KINDS)}")
+    if kind == "default" and (factor := rope.get("factor")) not in (None, 1):
+        raise ValueError(f"RoPE has the factor {factor!r}, but no type; known: {', '.join(_KINDS)}")
     keys, settings_of = _KINDS[kind]
     if missing := [key for key in keys if not rope.get(key)]:
         raise ValueError(f"RoPE type {kind} lacks {', '.join(missing)}")
