@@ -254,7 +254,7 @@ def figures(bench: Bench, sizes: Sizes, parts: Sequence[str], args: argparse.Nam
         "hits": lambda: hit_figures(bench, sizes, args),
         "arms": lambda: arm_figures(bench, sizes, args),
         "prefixes": lambda: sweep_figures(
-            bench, [(sizes.num // 8, prefix) for prefix in sizes.prefixes], sizes, args, "prefix length"
+            bench, [(max(1, sizes.num // 8), prefix) for prefix in sizes.prefixes], sizes, args, "prefix length"
         ),
         "batches": lambda: sweep_figures(bench, [(num, sizes.prompt) for num in sizes.batches], sizes, args, "batch"),
         "policies": lambda: policy_figures(bench, sizes, args),
