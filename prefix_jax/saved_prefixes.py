@@ -36,7 +36,7 @@ FOLDER = "prefixes-"  # and a number: one save
 AHEAD = 8  # groups of positions on their way to or from the device at once
 NOT_IN_KV = ("max_position", "bos_id", "eos_ids")  # of a model's config
 
-Values = Shaped[np.ndarray, "n L 2 Hkv D"]
+Values = Shaped[np.ndarray, "_ L 2 Hkv D"]  # of some positions; the last group of several is shorter
 
 
 @dataclass(frozen=True)
