@@ -327,9 +327,7 @@ class Batcher:
             return None
         pieces = b""
         if runs:
-            ends = starts + 1
-            own = int(ends.sum()) - sum(len(run.members) * (run.last - run.first) for run in runs) * self.page_size
-            pieces = run_pieces(runs, np.ones_like(rows), own, bucket.shapes[-1], self.page_size).tobytes()
+            pieces = run_pieces(runs, starts, np.ones_like(starts), bucket.shapes[-1], self.page_size).tobytes()
         return _Decoded(bucket, rows.tobytes(), starts, runs, pieces)
 
     def _lay_out_again(self, plan: StepPlan, decoded: _Decoded) -> dict[str, np.ndarray]:

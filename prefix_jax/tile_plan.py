@@ -108,13 +108,10 @@ def tile_plan(
     """
     firsts = np.cumsum(lengths) - lengths
     num_ranges = np.zeros((len(shapes), num_tokens), np.int64)  # of each token in each list
-    begins = np.zeros(len(rows), np.int64)
-    for run in runs:
-        begins[run.members] = run.last * page_size
+    begins = _own_begins(runs, len(rows), page_size)
     found: list[list[_Ranges]] = [[] for _ in shapes]
     if runs:
-        own = int((starts + lengths - begins).sum())
-        pieces = run_pieces(runs, lengths, own, shapes[-1], page_size)
+        pieces = run_pieces(runs, starts, lengths, shapes[-1], page_size)
         found[-1].append(_share(runs, pieces, rows, firsts, lengths, num_ranges[-1], shapes[-1].rows, page_size))
     narrow = lengths == 1 if len(shapes) > 1 else np.ones(len(lengths), bool)
     for shape, ranges, counts, chosen in zip(shapes, found, num_ranges, (narrow, ~narrow), strict=False):
@@ -142,11 +139,19 @@ def _tokens(firsts: PerTile, lengths: PerTile) -> Int[np.ndarray, " tokens"]:
     return np.repeat(firsts, lengths) + _within(lengths)
 
 
+def _own_begins(runs: Sequence[Run], num_chunks: int, page_size: int) -> PerChunk:
+    """Where what each chunk reads for itself begins, behind its runs."""
+    begins = np.zeros(num_chunks, np.int64)
+    for run in runs:
+        begins[run.members] = run.last * page_size
+    return begins
+
+
 def run_pieces(
-    runs: Sequence[Run], lengths: PerChunk, own: int, wide: TileShape, page_size: int
+    runs: Sequence[Run], starts: PerChunk, lengths: PerChunk, wide: TileShape, page_size: int
 ) -> Int[np.ndarray, " runs"]:
-    """Into how many ranges each run is cut: as many as fill the device once, if they and their results fit. own:
-    positions that the chunks read besides."""
+    """Into how many ranges each run is cut: as many as fill the device once, if they and their results fit."""
+    own = int((starts + lengths - _own_begins(runs, len(starts), page_size)).sum())  # positions read besides
     tokens = np.array([lengths[run.members].sum() for run in runs])
     size = np.array([run.last - run.first for run in runs]) * page_size
     if wide.fixed:
