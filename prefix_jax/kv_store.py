@@ -74,11 +74,14 @@ def measure_scales(model: Llama, tokens: Sequence[int]) -> tuple[Scales, ...]:
 def copy_pages(store: KVStore, sources: Int[Array, " n"], targets: Int[Array, " n"], *, page_size: int) -> KVStore:
     """Copies whole pages, reading all sources before any target is written. Padding copies page 0 onto itself."""
 
+    # Slot by slot: reshaped to pages, a store of one KV head gets another layout, and is copied whole to change it.
+    sources, targets = (
+        (pages[:, None] * page_size + jnp.arange(page_size)).reshape(-1) for pages in (sources, targets)
+    )
+
     def copy(slots: Array) -> Array:
-        pages = slots.reshape(-1, page_size, *slots.shape[1:])
         # Without the barrier XLA fuses the read into the write, and copies the whole array to make that right.
-        read = jax.lax.optimization_barrier(pages[sources])
-        return pages.at[targets].set(read).reshape(slots.shape)
+        return slots.at[targets].set(jax.lax.optimization_barrier(slots[sources]))
 
     return jax.tree.map(copy, store)
 

@@ -200,8 +200,10 @@ def test_the_step_with_the_kernel_lowers_for_cuda(model, dtype, unstarted):
         assert len(calls) > len(names)
 
 
-def test_copying_pages_copies_pages_and_not_the_store():
-    store = make_kv_store(LlamaConfig.from_hf(tiny_config()), 500, 4, jnp.float32)
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+def test_copying_pages_copies_pages_and_not_the_store(num_kv_heads):
+    """Nor to another layout, where the heads are one."""
+    store = make_kv_store(LlamaConfig.from_hf(tiny_config(num_key_value_heads=num_kv_heads)), 500, 4, jnp.float32)
     index = jax.ShapeDtypeStruct((16,), jnp.int32)
     jitted = jax.jit(functools.partial(copy_pages, page_size=4), donate_argnums=0)
     memory = jitted.lower(store, index, index).compile().memory_analysis()
