@@ -11,11 +11,12 @@ import dataclasses
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -31,13 +32,16 @@ from prefix_jax import LLM, SamplingParams
 from prefix_jax.models.llama import LlamaConfig
 from prefix_jax.request import CompletionOutput
 from prefix_jax.runner import Runner
+from prefix_jax.step_batch import StepBatch
 
 ENGINES = [("llama-3-8b", 1), ("llama-3-8b", 2), ("llama-2-13b", 1), ("llama-2-13b", 2), ("llama-2-70b", 2)]
 FEWER = ("llama-2-70b",)  # a quarter of the workload's prompts will do
+# Collectives take memory beside the part that JAX reserves, the more of them the more.
+RESERVED = {"llama-2-70b": "0.75"}
 FASTER = ("llama-2-13b", 64), 1.5  # a decode step of this model and batch has to be so many times faster on two
 IN_GRAPH = "--xla_gpu_enable_command_buffer=+COLLECTIVES"
 COLLECTIVE = ("nccl", "psum", "AllReduce", "all-reduce", "AllGather", "all-gather")  # parts of kernels' names
-KINDS = ("1", "2", "2-in-graph", "side-by-side", "same")
+KINDS = ("steps", "in-graph", "workload", "side-by-side", "same")
 TIE = 1e-4  # of log-probabilities
 SAME = {  # whose heads do not divide between two, and whose do; so many layers: hidden, intermediate, heads, KV heads
     "9 / 3 heads": (8, 576, 1536, 9, 3),
@@ -48,52 +52,58 @@ SAME = {  # whose heads do not divide between two, and whose do; so many layers:
 # One engine, in a process of its own -----------------------------------------------------------------------------
 
 
-def engine_figures(model: str, num_devices: int, args: argparse.Namespace) -> Iterator[Figure]:
+def name_of(model: str, num_devices: int) -> str:
+    return f"{model} on {num_devices} devices" if num_devices > 1 else model
+
+
+def steps_alone(model: str, num_devices: int, args: argparse.Namespace, where: str = "") -> Iterator[Figure]:
+    """With no executables but those of these steps. where: the collectives are."""
+    runner = step_runner(model, args.dtype, [(n, n) for n in args.batch] + [(1, args.prefill)], num_devices)
+    yield from step_figures(name_of(model, num_devices) + where, runner, num_devices, args)
+
+
+def workload_figures(model: str, num_devices: int, args: argparse.Namespace) -> Iterator[Figure]:
     options = {"max_num_seqs": NUM_RUNNING} if args.scale == 1 else {"max_num_seqs": 16, "max_num_batched_tokens": 512}
-    length = min(LONGEST, MODELS[model].max_position)
     bench = Bench(
         model,
         dtype=args.dtype,
         product_size=args.product,
         tensor_parallel_size=num_devices,
-        max_model_len=length,
+        max_model_len=min(LONGEST, MODELS[model].max_position),
         seed=0,
         **options,
     )
-    what = bench.name
-    yield Figure(f"{what}: engine start", bench.start_seconds, "s")
-    runner = bench.llm.engine.runner
-    yield from step_figures(what, runner, num_devices, args)
-    runner.reset()
+    yield Figure(f"{bench.name}: engine start", bench.start_seconds, "s")
     bench.warm_up()
     sizes = [size // args.scale for size in (250 if model in FEWER else 1000, 596, 104, 100)]
     workload = shared_prefix(*sizes)(bench.vocab_size, 0)
     for arm in (ALL_ON, AUTOMATIC, OFF):
         repeats = 1 if arm is OFF else args.repeats  # it does the same work each time, and much of it
         rates = [run.num_output_tokens / run.seconds for run in bench.measure(workload, [arm], repeats)[arm]]
-        yield Figure.median(f"{what}: {workload_name(sizes)}, {arm.name}", rates, "output tokens/s", better="higher")
-
-
-def in_graph_figures(model: str, num_devices: int, args: argparse.Namespace) -> Iterator[Figure]:
-    """Steps alone, the collectives in the CUDA graph."""
-    runner = step_runner(model, args.dtype, [(n, n) for n in args.batch] + [(1, args.prefill)], num_devices)
-    yield from step_figures(f"{model} on {num_devices} devices, collectives in the graph", runner, num_devices, args)
+        what = f"{bench.name}: {workload_name(sizes)}, {arm.name}"
+        yield Figure.median(what, rates, "output tokens/s", better="higher")
 
 
 def step_figures(what: str, runner: Runner, num_devices: int, args: argparse.Namespace) -> Iterator[Figure]:
     works = {f"decode step, B = {batch}": [(args.context - 1, 1)] * batch for batch in args.batch}
     works[f"prefill step of {args.prefill} tokens"] = [(0, args.prefill)]
     for name, chunks in works.items():
-        if sum(start + length for start, length in chunks) > (runner.num_pages - len(chunks)) * runner.page_size:
+        if sum(-(-(start + length) // runner.page_size) for start, length in chunks) > runner.num_pages:
             continue  # there is no room for so many
         batch = make_batch(runner.batcher, runner.num_pages, chunks, runner.config.vocab_size)
         seconds = time_step(runner, batch, args.calls, args.repeats)
         yield Figure.median(f"{what}: {name}", [s * 1e3 for s in seconds], "ms")
-        again = once_more(batch)
-        if events := profiled(lambda again=again: jax.block_until_ready([runner.dispatch(again) for _ in range(5)])):
-            shares = time_shares(events)[1]
-            spent = sum(share for kernel, share in shares.items() if any(part in kernel for part in COLLECTIVE))
-            yield Figure(f"{what}: {name}, in collectives", 100 * spent / num_devices, "% of the time")
+        if num_devices > 1 and (share := collective_share(runner, once_more(batch), num_devices)) is not None:
+            yield Figure(f"{what}: {name}, in collectives", 100 * share, "% of the time")
+
+
+def collective_share(runner: Runner, batch: StepBatch, num_devices: int) -> float | None:
+    """Of the time of a step; None where no profile of a device is to be had."""
+    events = profiled(lambda: jax.block_until_ready([runner.dispatch(batch) for _ in range(5)]))
+    if not events:
+        return None
+    spent = time_shares(events)[1].items()
+    return sum(share for kernel, share in spent if any(part in kernel for part in COLLECTIVE)) / num_devices
 
 
 def workload_name(sizes: Sequence[int]) -> str:
@@ -142,36 +152,28 @@ def _speed(what: str, parts: Sequence[tuple[LLM, list[Item]]], args: argparse.Na
     yield Figure.median(what, rates[1:], "output tokens/s", better="higher")
 
 
-def same_figures(args: argparse.Namespace) -> Iterator[Figure]:
+def same_figures(shape: str, args: argparse.Namespace) -> Iterator[Figure]:
     """Of 64 greedy answers in float32, behind common beginnings, those that are the same on one device and on two, or
     part where two tokens are as good as equally likely: sums are made in another order."""
-    for name, (num_layers, hidden, intermediate, num_heads, num_kv_heads) in SAME.items():
-        config = LlamaConfig(
-            vocab_size=4096, hidden_size=hidden, intermediate_size=intermediate, num_layers=num_layers,
-            num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=64, max_position=2048,
-        )  # fmt: skip
-        rng = np.random.default_rng(0)
-        heads = rng.integers(0, 4096, (4, 256 // args.scale + 16))
-        prompts = [[*heads[i % 4].tolist(), *rng.integers(0, 4096, 16).tolist()] for i in range(64)]
-        answers = []
-        for size in (1, 2):
-            llm = LLM(
-                config,
-                load_format="dummy",
-                dtype="float32",
-                tensor_parallel_size=size,
-                num_pages=2048,
-                max_num_seqs=16,
-                max_num_batched_tokens=512,
-                use_tqdm=False,
-            )
-            params = SamplingParams(temperature=0, max_tokens=32, logprobs=2)
-            answers.append([output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)])
-        pairs = list(zip(*answers, strict=True))
-        same = sum(a.token_ids == b.token_ids or parts_at_tie(a, b) for a, b in pairs) / len(pairs)
-        parted = sum(a.token_ids != b.token_ids for a, b in pairs)
-        yield Figure(f"float32, {name}: answers the same on one GPU and on two", same, "share", 1.0, better="higher")
-        yield Figure(f"float32, {name}: of these, parted where two tokens differ by less than {TIE:g}", parted, "")
+    num_layers, hidden, intermediate, num_heads, num_kv_heads = SAME[shape]
+    config = LlamaConfig(
+        vocab_size=4096, hidden_size=hidden, intermediate_size=intermediate, num_layers=num_layers,
+        num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=64, max_position=2048,
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    heads = rng.integers(0, 4096, (4, 256 // args.scale + 16))
+    prompts = [[*heads[i % 4].tolist(), *rng.integers(0, 4096, 16).tolist()] for i in range(64)]
+    sizes = {"num_pages": 2048, "max_model_len": 512, "max_num_seqs": 16, "max_num_batched_tokens": 256}
+    params = SamplingParams(temperature=0, max_tokens=32, logprobs=2)
+    answers = []
+    for size in (1, 2):
+        llm = LLM(config, load_format="dummy", dtype="float32", tensor_parallel_size=size, use_tqdm=False, **sizes)
+        answers.append([output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)])
+    pairs = list(zip(*answers, strict=True))
+    same = sum(a.token_ids == b.token_ids or parts_at_tie(a, b) for a, b in pairs) / len(pairs)
+    parted = sum(a.token_ids != b.token_ids for a, b in pairs)
+    yield Figure(f"float32, {shape}: answers the same on one GPU and on two", same, "share", 1.0, better="higher")
+    yield Figure(f"float32, {shape}: of these, parted where two tokens differ by less than {TIE:g}", parted, "")
 
 
 def parts_at_tie(a: CompletionOutput, b: CompletionOutput) -> bool:
@@ -184,28 +186,40 @@ def parts_at_tie(a: CompletionOutput, b: CompletionOutput) -> bool:
 # The process that starts them ----------------------------------------------------------------------------------------
 
 
-def processes(args: argparse.Namespace) -> list[tuple[str, str]]:
-    """Models and kinds, one process for each."""
-    engines = ENGINES if args.models is None else [(model, num) for model in args.models for num in (1, 2)]
-    found = [(model, str(num)) for model, num in engines]
-    found += [(model, "2-in-graph") for model, num in engines if num == 2 and jax.devices()[0].platform != "cpu"]
-    found += [(engines[0][0], "side-by-side"), (engines[0][0], "same")]
-    return [(model, kind) for model, kind in found if kind in args.kinds]
+def processes(args: argparse.Namespace) -> list[tuple[str, str, str]]:
+    """Models, numbers of devices and kinds, one process for each."""
+    engines = [engine for engine in ENGINES if args.models is None or engine[0] in args.models]
+    engines = engines or [(model, num) for model in args.models for num in (1, 2)]
+    found = [(model, num, kind) for model, num in engines for kind in ("steps", "workload")]
+    found += [(model, 2, "in-graph") for model, num in engines if num == 2 and jax.devices()[0].platform != "cpu"]
+    found += [(engines[0][0], 2, "side-by-side"), *((shape, 2, "same") for shape in SAME)]
+    return [(model, str(num), kind) for model, num, kind in found if kind in args.kinds]
 
 
-def run_apart(arguments: Sequence[str], flags: str, seconds: float) -> Iterator[Figure]:
-    """What a process of its own measures, as it comes; it is stopped after so long."""
-    env = os.environ | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()}
-    command = [sys.executable, __file__, *arguments]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
+def run_apart(arguments: Sequence[str], env: Mapping[str, str], seconds: float) -> Iterator[Figure]:
+    """What a process of its own measures, as it comes. It is stopped after so long, and with this one."""
+    with subprocess.Popen(
+        [sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True, env=os.environ | env
+    ) as process:
         timer = threading.Timer(seconds, process.kill)
         timer.start()
-        for line in process.stdout:
-            if line.startswith("{"):
-                yield Figure(**json.loads(line))
-        timer.cancel()
+        try:
+            for line in process.stdout:
+                if line.startswith("{"):
+                    yield Figure(**json.loads(line))
+        finally:
+            timer.cancel()
+            process.kill()  # if something ended the loop before it was done: no one else may find the devices taken
     if process.returncode:
-        print(f"{' '.join(arguments)} {flags} ended with {process.returncode}", file=sys.stderr)
+        print(f"{' '.join(arguments)} ended with {process.returncode}", file=sys.stderr)
+
+
+def environment(model: str, kind: str) -> dict[str, str]:
+    reserved = RESERVED.get(model) if kind == "workload" else None
+    found = {"XLA_PYTHON_CLIENT_MEM_FRACTION": reserved} if reserved else {}
+    if kind == "in-graph":
+        found["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {IN_GRAPH}".strip()
+    return found
 
 
 def ratio_figures(rows: Sequence[Figure]) -> Iterator[Figure]:
@@ -225,7 +239,7 @@ def ratio_figures(rows: Sequence[Figure]) -> Iterator[Figure]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--models", nargs="+", choices=MODELS, help="only these (default: of the project's table)")
+    add("--models", nargs="+", choices=MODELS, help="only these (default: those of the project's table)")
     add("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of processes: only these")
     add("--dtype", default="bfloat16")
     add("--batch", type=int, nargs="+", default=[1, 64, 256])
@@ -238,17 +252,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--seconds", type=float, default=300, help="that one engine may take")
     add("--keep", action="store_true", help="keep the file's other rows")
     add("--folder", type=Path, help="where the file goes (default: benchmarks/results)")
-    add("--run", nargs=2, metavar=("MODEL", "DEVICES"), help=argparse.SUPPRESS)
+    add("--run", nargs=3, metavar=("MODEL", "DEVICES", "KIND"), help=argparse.SUPPRESS)
     argv = list(sys.argv[1:] if argv is None else argv)
     args = parser.parse_args(argv)
     if args.run:
-        model, kind = args.run
+        model, num_devices, kind = args.run[0], int(args.run[1]), args.run[2]
         makers = {
-            "1": lambda: engine_figures(model, 1, args),
-            "2": lambda: engine_figures(model, 2, args),
-            "2-in-graph": lambda: in_graph_figures(model, 2, args),
+            "steps": lambda: steps_alone(model, num_devices, args),
+            "in-graph": lambda: steps_alone(model, num_devices, args, ", collectives in the graph"),
+            "workload": lambda: workload_figures(model, num_devices, args),
             "side-by-side": lambda: side_by_side_figures(model, args),
-            "same": lambda: same_figures(args),
+            "same": lambda: same_figures(model, args),
         }
         for figure in makers[kind]():
             print(json.dumps(dataclasses.asdict(figure)), flush=True)
@@ -260,8 +274,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder=args.folder or FOLDER,
         keep=args.keep,
     )
-    for model, kind in processes(args):
-        for figure in run_apart([*argv, "--run", model, kind], IN_GRAPH if "graph" in kind else "", args.seconds):
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    for model, num_devices, kind in processes(args):
+        arguments = [*argv, "--run", model, num_devices, kind]
+        for figure in run_apart(arguments, environment(model, kind), args.seconds):
             results.add(figure)
     results.add(*ratio_figures([*results.kept, *results.rows]))
     results.close()

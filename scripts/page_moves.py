@@ -68,7 +68,7 @@ def page_move_figures(config: LlamaConfig, length: int, folder: str | None) -> l
 
     whole = np.asarray(engine.runner.read_slots(np.arange(length, dtype=np.int32)))
     alone = Path(folder) / "alone"
-    plain = seconds(lambda: (alone.write_bytes(whole.data), np.fromfile(alone, np.uint8)), lambda: None)
+    plain = seconds(lambda: (alone.write_bytes(whole.view(np.uint8).data), np.fromfile(alone, np.uint8)), lambda: None)
     alone.unlink()
     answer(length)
     saves = seconds(lambda: save_prefixes(folder, engine, prefixes), lambda: None)

@@ -86,10 +86,12 @@ class Results:
         ]
 
     def add(self, *rows: "Figure") -> None:
-        """Prints the rows and writes the file with them."""
+        """Prints the rows and writes the file with them. Of a profile, whose rows have names of kernels, a new one
+        takes the place of all."""
         self.rows += rows
         names = {row.what for row in self.rows}
-        self.kept = [row for row in self.kept if row.what not in names]
+        profiles = {head for name in names if (head := _profile_of(name))}
+        self.kept = [row for row in self.kept if row.what not in names and _profile_of(row.what) not in profiles]
         for row in rows:
             print(table_row(row), flush=True)
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -109,6 +111,11 @@ class Results:
         """Prints, last, the file's content as one line of JSON. True if every `must` of this run is reached."""
         print(json.dumps(self.content), flush=True)
         return all(row.reached for row in self.rows)
+
+
+def _profile_of(what: str) -> str:
+    head, found, _ = what.partition(": profile, ")
+    return head if found else ""
 
 
 def write_results(name: str, rows: Sequence[Figure], **options) -> bool:

@@ -1,11 +1,13 @@
 """Workloads whose sharing can be counted by hand, rooflines that can be computed by hand, and each script in process
 over one small engine: which rows it writes, not how fast."""
 
+import argparse
 import csv
 import dataclasses
 import gzip
 import json
 import math
+import subprocess
 from array import array
 from types import SimpleNamespace
 
@@ -658,6 +660,14 @@ def test_rows_of_other_commands_and_machines_are_kept(tmp_path):
     assert f"| d ({two}) | 1 s |" in render_results.table([Figure(**row) for row in written["rows"]])
 
 
+def test_a_new_profile_takes_the_place_of_the_old_one(tmp_path):
+    for names in (["a", "a: profile, one", "a: profile, two", "b: profile, one"], ["a: profile, three"]):
+        results = render_results.Results("x", device="d", folder=tmp_path, keep=True)
+        results.add(*(Figure(name, 1, "%") for name in names))
+    rows = json.loads((tmp_path / "x.json").read_text())["rows"]
+    assert [row["what"] for row in rows] == ["a", "b: profile, one", "a: profile, three"]
+
+
 def test_a_command_names_no_place_outside_the_checkout():
     found = render_results.own_command("/home/me/scripts/x.py", ["--data", "/home/me/data", "--folder", "a/b", ""])
     assert found == "python scripts/x.py --data data --folder a/b "
@@ -805,6 +815,35 @@ def test_two_gpus_are_compared_by_what_both_ran():
         "llama-2-13b, decode step, B = 64: times as fast on two GPUs": (1.9375, 1.5),
         "llama-2-13b, some workload, all on: times as fast on two GPUs": (1.5, None),
     }
+
+
+def test_one_process_for_each_engine_of_the_table():
+    arguments = argparse.Namespace(models=["llama-2-70b", "llama-2-13b"], kinds=["workload", "same"])
+    assert benchmark_two_gpus.processes(arguments) == [
+        ("llama-2-13b", "1", "workload"),
+        ("llama-2-13b", "2", "workload"),
+        ("llama-2-70b", "2", "workload"),
+        ("9 / 3 heads", "2", "same"),
+        ("32 / 8 heads", "2", "same"),
+    ]
+    arguments = argparse.Namespace(models=["tiny"], kinds=["steps", "side-by-side"])
+    want = [("tiny", "1", "steps"), ("tiny", "2", "steps"), ("tiny", "2", "side-by-side")]
+    assert benchmark_two_gpus.processes(arguments) == want
+
+
+def test_a_process_that_measures_ends_with_what_reads_it(monkeypatch, tmp_path):
+    """Nobody finds the devices taken by a process whose reader is gone."""
+    script = tmp_path / "endless.py"
+    script.write_text('import time\nprint(\'{"what": "a", "value": 1, "unit": "s"}\', flush=True)\ntime.sleep(600)')
+    started, begin = [], subprocess.Popen.__init__
+    monkeypatch.setattr(benchmark_two_gpus, "__file__", str(script))
+    monkeypatch.setattr(
+        subprocess.Popen, "__init__", lambda self, *a, **k: started.append(self) or begin(self, *a, **k)
+    )
+    figures = benchmark_two_gpus.run_apart([], {}, seconds=600)
+    assert next(figures) == Figure("a", 1, "s")
+    figures.close()
+    assert started[0].returncode == -9
 
 
 @pytest.mark.parametrize(("gap", "ties"), [(2e-5, True), (2e-3, False)])
