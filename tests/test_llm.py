@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from engines import (
     TINY,
+    IdealCache,
     cached_of,
     check_greedy,
     compiling_once,
@@ -235,6 +236,45 @@ def test_a_prefix_beyond_the_prompt_is_cut_to_it_with_one_warning(llm, caplog):
     (record,) = caplog.records
     assert record.getMessage() == "prefix_pos 99 is beyond a prompt of 20 tokens: clamped, here and later"
     assert llm.delete_prefix(prompt) and llm.stats["pinned_pages"] == 0
+
+
+@pytest.mark.parametrize(
+    ("end", "joins"), [("a", True), ("the ", True), ("th", True), ("the oth", True), ("the", False), ("hen\n", False)]
+)
+def test_a_prefix_that_ends_where_tokens_meet_changes_no_id(llm, end, joins):
+    """Prefix and rest are tokenized apart, or the prefix's last token is none of the whole: TensorRT-LLM#18389,
+    prime-rl#1863, vllm#3355 (C61)."""
+    prefix = 6 * "in the hen and other " + end
+    apart = llm.encode(prefix)
+    texts = [prefix + rest for rest in ("nd all", "er", "the end", "\nin", "é, and then", "")]
+    whole = [llm.encode(text) for text in texts]
+    assert any(ids[: len(apart)] != apart for ids in whole) == joins
+    plain = generate(make_llm(), texts, cache_mode="off")
+    for position in (len(apart) - 1, len(apart), None):
+        make_llm()
+        ideal, most = IdealCache(16), 0
+        for text, ids, expected in zip(texts, whole, plain, strict=True):
+            (output,) = generate(llm, text, prefix_pos=position)
+            assert output.prompt_token_ids == ids == expected.prompt_token_ids
+            assert output.outputs == expected.outputs
+            assert cached_of([output]) == [ideal.hits(ids)], "what does not match at the seam lowers the hit alone"
+            most = max(most, ideal.hits(ids))
+            ideal.learn([output])
+        marked = {tuple(ids[: end + 16]) for ids in whole for end in range(0, min(position or 0, len(ids)) - 15, 16)}
+        assert llm.stats["pinned_pages"] == len(marked) and most >= len(apart) - 2
+
+
+def test_text_that_is_tokenized_anew_finds_what_its_ids_share(llm):
+    """C61: a conversation goes on as text, whose ids need not be those that were sampled."""
+    text, ideal, kept = "the hen and the other one, and th", IdealCache(16), []
+    for _ in range(4):
+        (output,) = generate(llm, text, greedy(9, allowed_token_ids=range(4, 272)), prefix_pos=len(llm.encode(text)))
+        assert output.prompt_token_ids == llm.encode(text)
+        assert cached_of([output]) == [ideal.hits(output.prompt_token_ids)]
+        ideal.learn([output])
+        kept.append([*output.prompt_token_ids, *output.outputs[0].token_ids])
+        text += output.outputs[0].text + "e hen and th"
+    assert ideal.hits(llm.encode(text)) >= 48 and llm.encode(text)[: len(kept[-1])] != kept[-1], "and it was not void"
 
 
 def test_salted_requests_share_pages_among_themselves_only(llm):
