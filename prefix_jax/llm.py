@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from prefix_jax.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from prefix_jax.cache_report import CacheReport, make_report
+from prefix_jax.checkpoint import read_json
 from prefix_jax.commands import hold
 from prefix_jax.engine import Engine
 from prefix_jax.engine_config import EngineConfig
@@ -47,8 +48,10 @@ class LLM:
     model: a Hugging Face folder, a GGUF file, or with load_format="dummy" a config (random weights, for benchmarks).
     tokenizer: a folder or a GGUF file; None: the model's own, which a dummy model need not have. dtype: "auto" is
     float32 on a CPU and the checkpoint's on a GPU. device: a JAX platform ("cpu", "gpu"); None: JAX's default.
-    tensor_parallel_size: how many devices share the model; devices: which; None: the first of the platform. All else
-    is EngineConfig's. Raises ValueError for what does not fit together, before any weight is read where possible.
+    tensor_parallel_size: how many devices share the model; devices: which; None: the first of the platform.
+    generation_config: the folder of the generation_config.json for get_default_sampling_params; "auto": the model's;
+    "vllm": none. All else is EngineConfig's. Raises ValueError for what does not fit together, before any weight is
+    read where possible.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class LLM:
         device: str | None = None,
         tensor_parallel_size: int = 1,
         devices: Sequence[jax.Device] | None = None,
+        generation_config: str | os.PathLike = "auto",
         use_tqdm: bool = True,
         **engine: Any,
     ):
@@ -69,6 +73,7 @@ class LLM:
         self._mesh = Mesh(np.array(found), (AXIS,)) if tensor_parallel_size > 1 else None
         self._device = found[0] if found else None
         self.model_config = read_config(model, load_format).for_length(config.max_model_len)
+        self._generation_config = _read_generation_config(generation_config, model)
         self.tokenizer = _load_tokenizer(tokenizer, model, load_format)
         if self.tokenizer is not None:
             self.tokenizer.check_fits(self.model_config.vocab_size)
@@ -95,6 +100,15 @@ class LLM:
     def prefixes(self) -> PrefixPool:
         """The declared prefixes: `add(content, name=…, parent=…)` gives a handle, `prefixes[name]` finds it again."""
         return self.engine.prefixes
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What calls without sampling_params take: what the checkpoint's generation_config.json states, and else
+        SamplingParams' own. Of a SamplingParams that is given every value counts, neutral ones and those left out
+        too: nothing of the checkpoint's enters it. ValueError if what is stated is out of range."""
+        try:
+            return SamplingParams.from_generation_config(self._generation_config)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"generation_config.json: {error}") from error
 
     def cache_report(self) -> CacheReport:
         """What the cache holds, and what was expected of it and found; prints as a table."""
@@ -136,7 +150,7 @@ class LLM:
         given), and optionally `request_id`, `cache_salt`, `priority` (an integer, 0 where it is not given;
         the higher starts sooner under that policy, and its pages are evicted later) and `ttl` (seconds after its end
         for which its pages are worth keeping) and `score_from` (the first token that prompt_logprobs are wanted of).
-        sampling_params: one for all or one each.
+        sampling_params: one for all or one each; None: get_default_sampling_params().
         prefix_pos: the first so many tokens of a prompt (at most what it has) are a prefix to keep; one for all or one,
         or None, each. prefix: what stands before the prompt: a handle, the name of one, or text, which is then a prefix
         to keep; one for all or one each. cache_mode: "read" leaves nothing in the cache, "write" takes nothing from it,
@@ -249,7 +263,7 @@ class LLM:
     ) -> list[BeamSearchOutput]:
         """The likeliest answers to each prompt that a search of `beam_width` finds. Beams share their pages. Prompts
         and the arguments behind `params` are those of `generate`. ValueError for bad prompts, before anything runs."""
-        requests, _ = self._read(_as_list(prompts), None, prefix_pos, prefix, cache_mode)
+        requests, _ = self._read(_as_list(prompts), SamplingParams(), prefix_pos, prefix, cache_mode)
         return beam_search(self, list(requests.values()), params)
 
     def abort(self, request_id: str) -> None:
@@ -305,7 +319,7 @@ class LLM:
         on_error: str = "raise",
     ) -> tuple[dict[int, Request], dict[int, str]]:
         """The good requests by index, and with on_error="return" what is wrong with the others; else ValueError."""
-        params = SamplingParams() if sampling_params is None else sampling_params
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = _one_each("sampling_params", params, len(prompts), SamplingParams)
         positions = _one_each("prefix_pos", prefix_pos, len(prompts), (int, np.integer, type(None)))
         positions = [None if position is None else int(position) for position in positions]
@@ -415,6 +429,13 @@ def _load_tokenizer(tokenizer, model, load_format: str) -> Tokenizer | None:
     if load_format != "dummy":
         return Tokenizer.load(model)
     return None
+
+
+def _read_generation_config(source: str | os.PathLike, model) -> Mapping[str, Any]:
+    if source == "vllm" or (source == "auto" and not isinstance(model, str | os.PathLike)):
+        return {}
+    path = Path(model if source == "auto" else source) / "generation_config.json"
+    return read_json(path) if path.exists() or source != "auto" else {}
 
 
 def _find_devices(platform: str | None, devices: Sequence[jax.Device] | None, num: int) -> list[jax.Device]:

@@ -55,7 +55,8 @@ class Tokenizer:
             if name in own_ids and own_ids[name] is None:
                 raise ValueError(f"{name} {self._special_tokens[name]!r} is not in the vocabulary of the tokenizer")
         self.bos_id: int | None = own_ids.get("bos_token", bos_id)
-        self.eos_ids = frozenset(eos_ids) | ({own_ids["eos_token"]} if "eos_token" in own_ids else set())
+        self.eos_id: int | None = own_ids.get("eos_token")
+        self.eos_ids = frozenset(eos_ids) | ({self.eos_id} - {None})
         self._processor_adds_bos = self.bos_id is not None and backend.encode("a").ids[:1] == [self.bos_id]
         self._add_bos = self.bos_id is not None and (self._processor_adds_bos if add_bos is None else add_bos)
         # SentencePiece spells unknown characters in tokens of one byte; GPT-2's BPE has bytes for an alphabet.

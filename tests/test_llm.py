@@ -2,6 +2,7 @@
 
 import gc
 import gzip
+import json
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from engines import (
 from safetensors.numpy import load_file
 from tiny_models import tiny_config, tiny_weights, write_checkpoint
 
-from prefix_jax import LLM, SamplingParams, pauses
+from prefix_jax import LLM, BeamSearchParams, SamplingParams, pauses
 from prefix_jax.pauses import no_full_collections
 from prefix_jax.request import RequestOutput
 
@@ -148,18 +149,86 @@ def test_a_stop_token_ends_the_answer_and_stays_in_its_tokens(llm, said):
     assert len(texts) == 1, "the text is the same with stop strings and without"
 
 
-def test_the_models_end_token_ends_the_answer_unless_it_is_ignored():
-    config = tiny_config(eos_token_id=0)
-    (output,) = generate(make_llm(), random_prompts(3, 9), greedy(30))
-    end = output.outputs[0].token_ids[10]
-    first = output.outputs[0].token_ids.index(end)
+@pytest.fixture(scope="module")
+def ended() -> LLM:
+    """EOS ids in all three places: the tokenizer's is 0."""
     weights = load_file(tiny_folder() / "model.safetensors")
-    llm = make_llm(write_checkpoint(home() / "other_end", config | {"eos_token_id": [0, end]}, weights))
-    answer = generate(llm, random_prompts(3, 9), greedy(30, ignore_eos=False))[0].outputs[0]
-    assert answer.token_ids == output.outputs[0].token_ids[: first + 1]
-    assert (answer.finish_reason, answer.stop_reason) == ("stop", None)
-    answer = generate(llm, random_prompts(3, 9), greedy(30))[0].outputs[0]
-    assert (answer.token_ids, answer.finish_reason) == (output.outputs[0].token_ids, "length")
+    folder = write_checkpoint(home() / "other_ends", tiny_config(eos_token_id=[0, 7]), weights)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 11]}))
+    with compiling_once():
+        return LLM(folder, use_tqdm=False, **TINY)
+
+
+@pytest.mark.parametrize(("end", "reason"), [(0, None), (7, 7), (9, 9), (11, 11)])
+def test_every_end_token_ends_the_answer_and_all_but_the_tokenizers_are_named(ended, end, reason):
+    """Only one of several EOS ids is honoured: vllm#4180, vllm#4182, mlx-vlm#2112 (C62). As in vLLM the others count as
+    stop_token_ids, which are named, and the tokenizer's own is not, whoever else asks for it."""
+    (prompt,) = random_prompts(3, 9)
+    forced = {"ignore_eos": False, "logit_bias": {end: 100.0}, "min_tokens": 2}
+    for stop in ((), (end,), (9,)):
+        answer = generate(ended, [prompt], greedy(30, stop_token_ids=stop, **forced))[0].outputs[0]
+        assert len(answer.token_ids) >= 3 and answer.token_ids.index(end) == len(answer.token_ids) - 1
+        assert (answer.finish_reason, answer.stop_reason) == ("stop", reason)
+    answer = generate(ended, [prompt], greedy(6, allowed_token_ids=[end]))[0].outputs[0]
+    assert (answer.token_ids, answer.finish_reason) == ([end] * 6, "length"), "unless they are ignored"
+    answer = generate(ended, [prompt], greedy(6, allowed_token_ids=[end], stop_token_ids=[end]))[0].outputs[0]
+    assert (answer.token_ids, answer.stop_reason) == ([end], end)
+
+
+def test_defaults_are_the_checkpoints_where_nothing_is_given_and_else_the_callers():
+    """A checkpoint's penalty or top_k is applied unasked, ignored where promised, or only some keys are:
+    lm-evaluation-harness#3154, NeMo-RL#3497, vllm#50767 (C63)."""
+    stated = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1}
+    stated |= {"presence_penalty": 0.5, "frequency_penalty": 0.25}
+    weights = load_file(tiny_folder() / "model.safetensors")
+    folder = write_checkpoint(home() / "own_defaults", tiny_config(), weights)
+    others = {"max_new_tokens": 7, "do_sample": False, "typical_p": None, "transformers_version": "5"}
+    (folder / "generation_config.json").write_text(json.dumps(stated | others))
+    llm, plain = make_llm(folder), make_llm()
+    (prompt,) = random_prompts(12, 20)
+    effective = SamplingParams(**stated, max_tokens=7)
+    assert llm.get_default_sampling_params() == effective != plain.get_default_sampling_params() == SamplingParams()
+    add, seen = llm.engine.add_batch, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm.engine, "add_batch", lambda requests: (seen.extend(requests), add(requests)))
+        llm.generate([prompt], use_tqdm=False)
+        llm.generate([prompt], [effective], use_tqdm=False)
+        list(llm.stream([prompt]))
+        llm.chat([{"role": "user", "content": "and?"}], use_tqdm=False)
+    assert [request.sampling for request in seen] == [effective] * 4
+    (unasked,) = llm.generate([prompt], use_tqdm=False)
+    told = SamplingParams(**stated, max_tokens=7, seed=unasked.seed)
+    assert tokens_of([unasked]) == tokens_of(generate(plain, [prompt], told))
+    neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    neutral |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "max_tokens": 16}
+    expected = tokens_of(generate(plain, [prompt], SamplingParams(seed=3)))
+    assert expected != tokens_of(generate(plain, [prompt], SamplingParams(**stated, seed=3)))
+    for given in (neutral, {"top_k": -1}, *({name: value} for name, value in neutral.items()), {}):
+        assert tokens_of(generate(llm, [prompt], SamplingParams(seed=3, **given))) == expected
+    check_greedy(generate(llm, [prompt], greedy(12)))
+    found = [
+        one.beam_search([prompt], BeamSearchParams(beam_width=2, max_tokens=3))[0].sequences for one in (llm, plain)
+    ]
+    assert [beam.tokens for beam in found[0]] == [beam.tokens for beam in found[1]]
+    assert llm.score([prompt], [[5, 6]], use_tqdm=False)[0].logprob == pytest.approx(
+        plain.score([prompt], [[5, 6]], use_tqdm=False)[0].logprob, abs=1e-3
+    )
+
+
+def test_defaults_may_come_from_elsewhere_or_nowhere(tmp_path):
+    """C63: and one that is out of range is no reason against a caller who names his own."""
+    (tmp_path / "generation_config.json").write_text(json.dumps({"top_k": 5}))
+    assert make_llm(generation_config=tmp_path).get_default_sampling_params() == SamplingParams(top_k=5)
+    weights = load_file(tiny_folder() / "model.safetensors")
+    folder = write_checkpoint(home() / "bad_defaults", tiny_config(), weights)
+    (folder / "generation_config.json").write_text(json.dumps({"top_p": 0}))
+    assert make_llm(folder, generation_config="vllm").get_default_sampling_params() == SamplingParams()
+    llm = make_llm(folder)
+    with pytest.raises(ValueError, match=r"generation_config\.json: top_p must be in \(0, 1\], got 0"):
+        llm.generate([[5, 6]], use_tqdm=False)
+    check_greedy(generate(llm, [[5, 6]], greedy(3)))
+    with pytest.raises(ValueError, match=r"generation_config\.json is missing"):
+        LLM(tiny_folder(), generation_config=tmp_path / "nowhere", use_tqdm=False)
 
 
 def test_special_tokens_are_shown_on_demand_only(llm):
