@@ -1,9 +1,14 @@
 """Full pools, full contexts, seeds in company, and what breaks: aborts, interrupts, steps that fail."""
 
 import itertools
+import json
+import os
 import random
+import subprocess
+import sys
 import threading
 from array import array
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -182,6 +187,41 @@ def test_a_seed_gives_the_same_tokens_in_any_company():
         outputs = generate(llm, [*others, prompt], [*settings, params])
         assert tokens_of(outputs[-1:]) == [expected]
     assert tokens_of(generate(make_llm(enable_prefix_caching=False), [prompt], params)) == [expected]
+
+
+RESTART = """
+import json, sys
+from prefix_jax import LLM, SamplingParams
+folder, options, prompts, params = json.load(sys.stdin)
+params = [SamplingParams(**own) for own in params]
+outputs = LLM(folder, use_tqdm=False, **options).generate(prompts, params, use_tqdm=False)
+print(json.dumps([[answer.token_ids for answer in output.outputs] for output in outputs]))
+"""
+
+
+def test_a_seed_gives_the_same_tokens_in_another_process():
+    """C51, after a restart: another process, another number of rows and pages, other neighbours; what no seed was given
+    to is drawn anew there, and finds itself elsewhere in the batch."""
+    asked = {"max_tokens": 12, "ignore_eos": True, "temperature": 2.0}
+    seeded = [
+        {"seed": 7},
+        {"seed": 2**64 - 1, "n": 3, "top_p": 0.9},
+        {"seed": 0, "top_k": 40, "min_p": 0.01, "repetition_penalty": 1.2, "frequency_penalty": 0.5},
+        {"temperature": 0.0},
+    ]
+    params = [asked | own for own in seeded]
+    prompts = random_prompts(41, 20, 33, 50, 17)
+    outputs = generate(make_llm(), prompts, [SamplingParams(**own) for own in params])
+    expected = [[answer.token_ids for answer in output.outputs] for output in outputs]
+    others = random_prompts(42, 9, 60, 9)
+    options = {**SLIM, "max_num_seqs": 3, "page_size": 8, "seed": 11, "num_pages": 48}
+    told = [str(tiny_folder()), options, [*others, *prompts], [asked] * 3 + params]
+    command, paths = [sys.executable, "-c", RESTART], {"PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(command, input=json.dumps(told), env=os.environ | paths, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said[3:] == expected
+    assert said[:3] != [[tokens] for tokens in tokens_of(generate(make_llm(), others, [SamplingParams(**asked)] * 3))]
 
 
 def test_each_request_keeps_its_own_parameters():
