@@ -267,6 +267,14 @@ class IncrementalDecoder:
             if len(self._window) >= 4 * _CONTEXT_LEN:
                 self._window = self._tail(self._window)
                 self._given = self._decode(self._window)
+        elif len(self._pending) >= 4 * _CONTEXT_LEN:
+            # Broken characters without an end: the first four of these ids hold one for certain. They stay, since a run
+            # of SentencePiece's bytes is broken all through or not at all; the last ones hold the next character.
+            self._pending = self._pending[:4] + self._pending[-_CONTEXT_LEN:]
+            self._window = list(self._pending)
+            unfinished = len(text) - len(certain)
+            text = self._decode(self._window)
+            self._given = text[: len(text) - unfinished]
         return delta
 
     def _tail(self, ids: Sequence[int]) -> list[int]:

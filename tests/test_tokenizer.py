@@ -143,11 +143,15 @@ def test_a_whole_output_takes_few_decode_calls_however_long_it_is(backend):
     assert text == "".join(deltas(tokenizer, ids[:100], ids[100:]))
 
 
-@pytest.mark.parametrize("tokens", [["<|user|>"], [299], ["</s>"], ["<0xC3>", "<0xA9>"]], ids=str)
+@pytest.mark.parametrize(
+    "tokens",
+    [["<|user|>"], [299], ["</s>"], ["<0xC3>", "<0xA9>"], ["Ģ"], ["ð"], ["<0xFF>"], ["<0x80>"], ["<0xFF>", "<0xC3>"]],
+    ids=str,
+)
 def test_ids_without_text_and_bytes_cost_no_more_than_others(tokens, monkeypatch):
-    """Ends of text that go on under ignore_eos, ids that the tokenizer lacks, a script spelled in bytes: a decoder that
-    looks back over all of them takes minutes, and everybody waits."""
-    of_bytes = {"</s>", "<0xC3>"} & set(tokens)
+    """Ends of text that go on under ignore_eos, ids that the tokenizer lacks, a script spelled in bytes, bytes that are
+    no text: a decoder that looks back over all of them takes minutes, and everybody waits."""
+    of_bytes = any(str(token).startswith(("</s>", "<0x")) for token in tokens)
     tokenizer = Tokenizer(byte_fallback_backend() if of_bytes else tiny_tokenizer())
     ids = [tokenizer._backend.token_to_id(token) if isinstance(token, str) else token for token in tokens] * 500
     decode, lengths = IncrementalDecoder._decode, []
@@ -157,6 +161,26 @@ def test_ids_without_text_and_bytes_cost_no_more_than_others(tokens, monkeypatch
         decoder.push(token_id)
     decoder.flush()
     assert sum(lengths) < 60_000, "of windows decoded"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_broken_characters_without_an_end_read_as_if_all_were_remembered(seed, monkeypatch):
+    """C57, C58: where the decoder forgets those far back, each delta is what it would be."""
+    rng = random.Random(seed)
+    for backend, smile, byte_ids in [
+        (tiny_tokenizer(), tiny_tokenizer().encode("😀你é a").ids, range(4 + 94, 260)),
+        (byte_fallback_backend(), [*(3 + byte for byte in "😀你é".encode()), 262], range(3 + 128, 259)),
+    ]:
+        tokenizer, ids = Tokenizer(backend), []
+        while len(ids) < 400:
+            ids += [rng.choice(byte_ids)] * rng.randrange(60) + smile[: rng.randrange(len(smile) + 1)]
+            ids += rng.choices(byte_ids, k=rng.randrange(40)) + smile * rng.randrange(6)
+        parts = deltas(tokenizer, [], ids)
+        if isinstance(backend.decoder, decoders.ByteLevel):
+            assert tokenizer.decode(ids) == "".join(parts)
+        with monkeypatch.context() as patch:
+            patch.setattr("prefix_jax.tokenizer._CONTEXT_LEN", 10**6)
+            assert deltas(tokenizer, [], ids) == parts
 
 
 def test_the_leading_space_of_an_output_is_kept_and_none_is_added():
