@@ -89,12 +89,13 @@ class LLM:
             max_model_len=self.engine.max_model_len,
             check_fits=lambda length: self.engine.scheduler.check_fits(length),
             check_rules=lambda sampling: self.engine.make_rules(sampling, 0),
-            is_taken=lambda request_id: request_id in self._inboxes,
+            is_taken=lambda request_id: request_id in self._receivers,
             logits_processors=config.logits_processors,
         )
         self.prefixes.encode, self.prefixes.compute = self.reader.encode_prefix, self._compute_prefixes
         self.prefixes.write, self.prefixes.read = self._write_prefixes, self._read_prefixes
-        self._inboxes: dict[str, SimpleQueue[RequestOutput]] = {}  # of the calls that wait, by request id
+        # Of unfinished requests by their ids: the prompt's index in its call, and who gets the outputs.
+        self._receivers: dict[str, tuple[int, Callable[[RequestOutput], None]]] = {}
 
     @property
     def prefixes(self) -> PrefixPool:
@@ -191,6 +192,40 @@ class LLM:
         prompts = _as_list(prompts)
         requests, _ = self._read(prompts, sampling_params, prefix_pos, prefix, cache_mode, streams=True)
         return self._run(requests)
+
+    def submit(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        give: Callable[[RequestOutput], None],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prefix_pos: int | Sequence[int | None] | None = None,
+        *,
+        prefix: Prefix | str | Sequence[Prefix | str | None] | None = None,
+        cache_mode: str | Sequence[str] = "readwrite",
+    ) -> list[str]:
+        """For fronts of other kinds: queues what `stream` would run, from any thread, and returns the request ids.
+        `give` gets what `stream` would yield, from the thread that steps: it must neither wait nor raise. Somebody has
+        to call `step` while `engine.has_work`."""
+        requests, _ = self._read(_as_list(prompts), sampling_params, prefix_pos, prefix, cache_mode, streams=True)
+        self._add(requests, give, set())
+        return [request.request_id for request in requests.values()]
+
+    def step(self) -> None:
+        """One step of the engine, whose outputs go to whoever waits for them; or up to 10 ms of waiting for another
+        thread that steps."""
+        with hold(self.engine.lock, 0.01) as held:
+            if held and self.engine.has_work:
+                with self._on_device(), no_full_collections():
+                    self.engine.step()
+            ready = self.engine.ready
+            while held and ready:  # what an interrupt left there, too
+                output = ready[0]
+                if receiver := self._receivers.get(output.request_id):
+                    index, give = receiver
+                    give(replace(output, index=index))
+                ready.popleft()
+                if output.finished:
+                    self._receivers.pop(output.request_id, None)
 
     def chat(
         self,
@@ -340,29 +375,33 @@ class LLM:
         """None once they are queued, then each output. Left early, it takes back what is unfinished before the next
         step; it never steps then, since garbage collection may end it anywhere, also inside a step."""
         inbox: SimpleQueue[RequestOutput] = SimpleQueue()
-        index_of = {request.request_id: index for index, request in requests.items()}
         open_ids: set[str] = set()
-
-        def add() -> None:
-            self.engine.add_batch(list(requests.values()))
-            self._inboxes.update(dict.fromkeys(index_of, inbox))
-            open_ids.update(index_of)
-
         try:
-            self._call(add)
+            self._add(requests, inbox.put, open_ids)
             yield None
             while open_ids:
-                self._advance()
+                self.step()
                 while not inbox.empty():
                     output = inbox.get()
                     if output.finished:
                         open_ids.discard(output.request_id)
-                    yield replace(output, index=index_of[output.request_id])
+                    yield output
         finally:
             for request_id in open_ids:
-                self._inboxes.pop(request_id, None)
+                self._receivers.pop(request_id, None)
             if open_ids:
                 self.engine.drop(open_ids)
+
+    def _add(self, requests: dict[int, Request], give: Callable[[RequestOutput], None], open_ids: set[str]) -> None:
+        """Queues them; `open_ids` has their ids from the moment on in which they are queued."""
+
+        def add() -> None:
+            self.engine.add_batch(list(requests.values()))
+            for index, request in requests.items():
+                self._receivers[request.request_id] = index, give
+                open_ids.add(request.request_id)
+
+        self._call(add)
 
     def _call(self, do: Callable[[], Any]) -> Any:
         """Between two steps, in whatever thread, on this engine's device."""
@@ -372,21 +411,6 @@ class LLM:
                 return do()
 
         return self.engine.call(on_device)
-
-    def _advance(self) -> None:
-        """One step, whose outputs go to whoever waits for them; or another thread's, whose step it waits for."""
-        with hold(self.engine.lock, 0.01) as held:
-            if held and self.engine.has_work:
-                with self._on_device(), no_full_collections():
-                    self.engine.step()
-            ready = self.engine.ready
-            while held and ready:  # what an interrupt left there, too
-                output = ready[0]
-                if inbox := self._inboxes.get(output.request_id):
-                    inbox.put(output)
-                ready.popleft()
-                if output.finished:
-                    self._inboxes.pop(output.request_id, None)
 
     def _compute_prefixes(self, prefixes: Iterable[Prefix]) -> None:
         """Runs each as a prompt, so that its pages are there."""

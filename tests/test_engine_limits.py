@@ -377,7 +377,7 @@ def test_an_interrupt_between_two_results_leaves_the_engine_clean():
     with pytest.raises(KeyboardInterrupt):
         generate(llm, prompts, [greedy(2 + 3 * i) for i in range(len(prompts))], on_output=interrupt)
     forget(llm)
-    assert not llm.engine.sequences and not llm._inboxes
+    assert not llm.engine.sequences and not llm._receivers
     assert not llm.engine.scheduler.running and not llm.engine.scheduler.waiting
     llm.engine.cache.check()
     outputs = generate(llm, prompts)
@@ -423,7 +423,7 @@ def test_a_token_without_text_ends_its_request_alone(options, monkeypatch):
         refused = [delta for delta in deltas if delta.index == 1][-1]
     assert told == first
     assert refused.finished and refused.error == f"no text for {bad}"
-    assert not llm.engine.has_work and not llm._inboxes and not llm.engine.ready
+    assert not llm.engine.has_work and not llm._receivers and not llm.engine.ready
 
 
 def test_an_interrupt_while_outputs_are_made_loses_nobodys(monkeypatch):
@@ -448,7 +448,7 @@ def test_an_interrupt_while_outputs_are_made_loses_nobodys(monkeypatch):
     waits.join(60)
     assert done == [other]
     assert tokens_of(generate(llm, prompts[:1], greedy(8))) == [mine]
-    assert not llm.engine.has_work and not llm._inboxes and not llm.engine.ready
+    assert not llm.engine.has_work and not llm._receivers and not llm.engine.ready
 
 
 def test_a_signal_right_behind_its_acquisition_leaves_no_lock_behind():

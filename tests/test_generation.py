@@ -1,5 +1,7 @@
 """Several answers to a prompt, answers while they grow, conversations, beams, and SGLang's words for it all."""
 
+import asyncio
+import functools
 import itertools
 import threading
 
@@ -282,7 +284,7 @@ def test_a_stream_that_is_left_leaves_nothing_behind():
     llm = make_llm()
     for _, _ in zip(llm.stream(random_prompts(28, 9, 9), sampled(50)), range(3), strict=False):
         pass
-    assert not llm._inboxes
+    assert not llm._receivers
     llm.reset_prefix_cache()
     assert not llm.engine.sequences and len(llm.engine.cache.pool) == llm.engine.runner.num_pages
     with pytest.raises(ValueError, match=r"prompts\[0\]: the prompt is empty"):
@@ -368,7 +370,79 @@ def test_an_output_that_cannot_be_made_ends_its_request_alone(at_end, monkeypatc
     bad, good = ([delta for delta in deltas if delta.request_id == name] for name in "ab")
     assert [delta.finished for delta in bad].count(True) == 1 and bad[-1].error == "'injected'"
     assert {(0, index): said for (_, index), said in joined(good).items()} == expected
-    assert not llm.engine.has_work and not llm._inboxes and "injected" in caplog.text
+    assert not llm.engine.has_work and not llm._receivers and "injected" in caplog.text
+
+
+class AsyncFront:
+    """What an asyncio front needs of an LLM: one thread that steps, and outputs that it passes on to an event loop."""
+
+    def __init__(self, llm):
+        self.llm, self.wake, self.closed = llm, threading.Event(), False
+        self.thread = threading.Thread(target=self._step)
+        self.thread.start()
+
+    def _step(self) -> None:
+        while not self.closed:
+            while self.llm.engine.has_work:
+                self.llm.step()
+            self.wake.wait()
+            self.wake.clear()
+
+    async def stream(self, prompt, params):
+        loop, outputs = asyncio.get_running_loop(), asyncio.Queue()
+        give = functools.partial(loop.call_soon_threadsafe, outputs.put_nowait)
+        (request_id,) = await asyncio.to_thread(self.llm.submit, [prompt], give, params)
+        self.wake.set()
+        try:
+            while not (output := await outputs.get()).finished:
+                yield output
+            yield output
+        finally:
+            self.llm.abort(request_id)  # of one that is left early
+
+    def close(self) -> None:
+        self.closed = True
+        self.wake.set()
+        self.thread.join(60)
+
+
+def test_an_asyncio_front_sits_on_top():
+    """Beside generate and prefixes in other threads, with a client that leaves."""
+    llm = make_llm()
+    prompts, params = family(50), [sampled(30, seed=i, n=1 + i % 2) for i in range(8)]
+    expected = joined(llm.stream(prompts, params))
+    forget(llm)
+    front = AsyncFront(llm)
+
+    async def ask(i: int) -> list:
+        return [delta async for delta in front.stream(prompts[i], params[i])]
+
+    async def leave() -> int:
+        stream = front.stream(random_prompts(51, 9)[0], sampled(200))
+        count = 0
+        async for _ in stream:
+            count += 1
+            if count == 3:
+                await stream.aclose()
+        return count
+
+    async def all_at_once() -> list:
+        beside = asyncio.to_thread(generate, llm, prompts, params)
+        with pytest.raises(ValueError, match="the prompt is empty"):
+            await anext(front.stream([], sampled()))
+        return await asyncio.gather(leave(), beside, *map(ask, range(8)))
+
+    try:
+        left, whole, *deltas = asyncio.run(asyncio.wait_for(all_at_once(), 300))
+        llm.prefixes.add(random_prompts(52, 40)[0]).warm()
+    finally:
+        front.close()
+    assert left == 3
+    for i, own in enumerate(deltas):
+        assert joined(own) == {(0, index): said for (of, index), said in expected.items() if of == i}
+    assert {(o.index, a.index): (a.text, a.token_ids, "length") for o in whole for a in o.outputs} == expected
+    llm.reset_prefix_cache()
+    assert not front.thread.is_alive() and not llm._receivers and not llm.engine.sequences
 
 
 # Conversations --------------------------------------------------------------------------------------------------------

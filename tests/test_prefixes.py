@@ -354,7 +354,7 @@ def test_several_threads_generate_at_once(llm):
     for i, group in enumerate(groups):
         assert [o.prompt_token_ids for o in outputs[i]] == group
         check_greedy(outputs[i])
-    assert not llm.engine.sequences and not llm._inboxes
+    assert not llm.engine.sequences and not llm._receivers
 
 
 def test_random_lives_of_prefixes(llm):
@@ -584,7 +584,7 @@ def test_a_wish_that_nobody_waits_for_is_not_done(llm):
         with pytest.raises(KeyboardInterrupt):
             generate(llm, [{"prompt_token_ids": [5, 6], "request_id": "mine"}])
     llm.engine.step()
-    assert not llm.engine.sequences and not llm._inboxes
+    assert not llm.engine.sequences and not llm._receivers
 
 
 @pytest.mark.parametrize("host_memory_gib", [0.0, 0.01])
