@@ -248,6 +248,41 @@ def test_a_stop_string_that_the_last_of_min_tokens_completes_does_not_count(stop
     assert found == [None] * (pushed - 1) + [stop if pushed < 6 else None]
 
 
+STOPS = [
+    ["bc"], ["abcd", "bc"], ["bc", "abcd"], [" "], ["\n\n"], ["\n\n\n", "\n\n"], ["he"], ["e", "he ", " the"], ["🙂"],
+    ["é", "never"], ["x the"], ["never"], ["nd a", "d ab"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("stop", STOPS, ids=str)
+def test_a_stop_string_is_found_as_in_the_whole_text(stop, include):
+    """C56: over token borders, inside a token with text behind it, as the beginning of another, and never in the prompt
+    or across its end."""
+    tokenizer = make_llm().tokenizer
+    ids = tokenizer.encode("x the hen and abcd\n\n\nthe 🙂 and é")
+    for cut in range(len(ids)):
+        prompt, output = ids[:cut], ids[cut:]
+        texts = [tokenizer.decode_output(prompt, output[:end]) for end in range(len(output) + 1)]
+        certain = [text.rstrip("\ufffd") for text in texts]
+        end = next((end for end, text in enumerate(certain) if any(s in text for s in stop)), None)
+        params = SamplingParams(stop=stop, include_stop_str_in_output=include)
+        text, found, deltas = OutputText(tokenizer, prompt, params), None, []
+        for pushed, token in enumerate(output, start=1):  # noqa: B007
+            found = text.push(token)
+            deltas.append(text.take())
+            if found is not None:
+                break
+        text.finish()
+        deltas.append(text.take())
+        if end is None:
+            assert found is None and "".join(deltas) == texts[-1]
+            continue
+        place, expected = min((certain[end].find(s), s) for s in stop if s in certain[end])
+        assert (pushed, found) == (end, expected)
+        assert "".join(deltas) == certain[end][: place + (len(expected) if include else 0)]
+
+
 @pytest.mark.parametrize("stop", [(), ("never said",)])
 def test_what_ended_it_is_text_on_demand(stop):
     """Of stop tokens and the model's own end tokens, too."""
