@@ -147,10 +147,10 @@ class LLM:
         """One result for each prompt, in the order of the prompts.
 
         prompts: strings, lists of token ids, or dicts with `prompt`, `prompt_token_ids` or `messages` (which go through
-        the chat template, with `tools`, `chat_template`, `add_generation_prompt` and `continue_final_message` where
-        given), and optionally `request_id`, `cache_salt`, `priority` (an integer, 0 where it is not given;
-        the higher starts sooner under that policy, and its pages are evicted later) and `ttl` (seconds after its end
-        for which its pages are worth keeping) and `score_from` (the first token that prompt_logprobs are wanted of).
+        the chat template, with `chat`'s `tools`, `chat_template` and so on where given), and optionally `request_id`,
+        `cache_salt`, `priority` (an integer, 0 where it is not given; the higher starts sooner under that policy, and
+        its pages are evicted later) and `ttl` (seconds after its end for which its pages are worth keeping) and
+        `score_from` (the first token that prompt_logprobs are wanted of).
         sampling_params: one for all or one each; None: get_default_sampling_params().
         prefix_pos: the first so many tokens of a prompt (at most what it has) are a prefix to keep; one for all or one,
         or None, each. prefix: what stands before the prompt: a handle, the name of one, or text, which is then a prefix
@@ -236,11 +236,13 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
         """Answers one conversation or many, through a Jinja template: the checkpoint's, or `chat_template`. To go on
         with a last message of the assistant, say add_generation_prompt=False, continue_final_message=True. tools: JSON
-        schemas that the template is given. options: those of `generate`."""
+        schemas that the template is given; chat_template_kwargs: what else it knows by name (enable_thinking, …).
+        options: those of `generate`."""
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
             raise ValueError(f"messages must be a conversation or a list of them, got {messages!r:.80}")
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
@@ -249,6 +251,7 @@ class LLM:
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
             "tools": tools,
+            "chat_template_kwargs": chat_template_kwargs,
         }
         return self.generate([{"messages": chat, **how} for chat in conversations], sampling_params, **options)
 

@@ -516,7 +516,12 @@ def test_chat_goes_on_with_the_last_message_and_names_tools():
     own = {"chat_template": template, "tools": [{"name": "f"}, {"name": "g"}]}
     assert llm.chat([user], greedy(3), use_tqdm=False, **own)[0].prompt == "[f][g]and?!"
     assert llm.chat([user, begun], greedy(3), use_tqdm=False, **own, **how)[0].prompt == "[f][g]and?the hen"
+    told = {"chat_template": "{{ mood }}{{ messages[0].content }}{{ eos_token }}"}
+    for words, prompt in [(None, "and?<|end|>"), ({"mood": "!", "eos_token": "."}, "!and?.")]:
+        (output,) = llm.chat([user], greedy(3), use_tqdm=False, chat_template_kwargs=words, **told)
+        assert output.prompt == prompt
     for messages, options, error in [
+        ([user], {"chat_template_kwargs": {"tools": []}, **told}, "refused the messages: .*tools"),
         ([user], {"continue_final_message": True}, "exclude each other"),
         ([{"role": "user", "content": " "}], how, "no content to continue"),
         ([user], {"chat_template": "{{ raise_exception('no') }}"}, "refused the messages: no"),
