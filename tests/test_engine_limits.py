@@ -130,8 +130,17 @@ def test_every_row_reads_its_own_pages(count):
         assert tokens_of(generate(llm, [prompts[i] for i in order])) == [alone[i] for i in order]
 
 
+COMBINATIONS = [
+    {}, {"top_p": 0.5, "min_p": 0.1, "seed": 1}, {"presence_penalty": 1.0, "repetition_penalty": 1.5, "n": 3},
+    {"frequency_penalty": -1.0, "logit_bias": {7: 5.0}, "logprobs": 3}, {"allowed_token_ids": [5, 6, 7]},
+    {"bad_words": ["the", "a b"], "stop": "e"}, {"prompt_logprobs": 2, "n": 2},
+    {"stop_token_ids": [5], "min_tokens": 1},
+]  # fmt: skip
+
+
 def test_nothing_is_compiled_after_the_start():
-    """New lengths, batch sizes or table widths compile in service: sglang-jax#117, vllm#14510 (C36)."""
+    """New lengths, batch sizes or table widths compile in service: sglang-jax#117, vllm#14510 (C36). Nor does any
+    combination of what rows ask for."""
     llm = make_llm()
     compiled = []
 
@@ -150,9 +159,13 @@ def test_nothing_is_compiled_after_the_start():
         while count < 200:
             prompts = [stem[: rng.randint(0, 120)] + random_prompts(count + i, rng.randint(1, 120))[0]
                        for i in range(rng.randint(1, 10))]  # fmt: skip
-            params = SamplingParams(
-                temperature=rng.choice([0.0, 1.0]), top_k=rng.choice([0, 5]), max_tokens=rng.randint(1, 9)
-            )
+            params = [
+                SamplingParams(
+                    temperature=rng.choice([0.0, 1.0]), top_k=rng.choice([0, 5]), max_tokens=rng.randint(1, 9),
+                    **rng.choice(COMBINATIONS),
+                )
+                for _ in prompts
+            ]  # fmt: skip
             generate(llm, prompts, params, prefix_pos=rng.choice([None, 1, 16, 40]))
             count += len(prompts)
         forget(llm)
