@@ -204,8 +204,8 @@ class LLM:
         cache_mode: str | Sequence[str] = "readwrite",
     ) -> list[str]:
         """For fronts of other kinds: queues what `stream` would run, from any thread, and returns the request ids.
-        `give` gets what `stream` would yield, from the thread that steps: it must neither wait nor raise. Somebody has
-        to call `step` while `engine.has_work`."""
+        `give` gets what `stream` would yield, from the thread that steps: it must not wait, and if it raises, its
+        request is dropped. Somebody has to call `step` while `engine.has_work`."""
         requests, _ = self._read(_as_list(prompts), sampling_params, prefix_pos, prefix, cache_mode, streams=True)
         self._add(requests, give, set())
         return [request.request_id for request in requests.values()]
@@ -219,13 +219,8 @@ class LLM:
                     self.engine.step()
             ready = self.engine.ready
             while held and ready:  # what an interrupt left there, too
-                output = ready[0]
-                if receiver := self._receivers.get(output.request_id):
-                    index, give = receiver
-                    give(replace(output, index=index))
+                self._give(ready[0])
                 ready.popleft()
-                if output.finished:
-                    self._receivers.pop(output.request_id, None)
 
     def chat(
         self,
@@ -405,6 +400,19 @@ class LLM:
                 open_ids.add(request.request_id)
 
         self._call(add)
+
+    def _give(self, output: RequestOutput) -> None:
+        index, give = self._receivers.get(output.request_id, (0, None))
+        is_last = output.finished
+        try:
+            if give is not None:
+                give(replace(output, index=index))
+        except Exception:  # of somebody else's code, which may not stop what others wait for
+            log.exception("what gets the outputs of request %s failed, and the request ends", output.request_id)
+            self.engine.drop([output.request_id])
+            is_last = True
+        if is_last:
+            self._receivers.pop(output.request_id, None)
 
     def _call(self, do: Callable[[], Any]) -> Any:
         """Between two steps, in whatever thread, on this engine's device."""

@@ -408,6 +408,28 @@ def test_an_output_that_cannot_be_made_ends_its_request_alone(at_end, monkeypatc
     assert not llm.engine.has_work and not llm._receivers and "injected" in caplog.text
 
 
+def test_what_raises_at_its_outputs_ends_its_request_alone(caplog):
+    """An event loop that is closed, say; whoever steps goes on."""
+    llm = make_llm()
+    prompts = random_prompts(53, 9, 12, 10)
+    expected = joined(llm.stream(prompts[:2], sampled(12)))
+    forget(llm)
+    given = []
+
+    def fail(output):
+        given.append(output)
+        if len(given) == 3:
+            raise RuntimeError("Event loop is closed")
+
+    ids = llm.submit([{"prompt_token_ids": prompts[2], "request_id": "bad"}], fail, sampled(200))
+    assert ids == ["bad"]
+    assert joined(llm.stream(prompts[:2], sampled(12))) == expected
+    assert len(given) == 3 and "outputs of request bad failed" in caplog.text
+    assert not llm._receivers and not llm.engine.sequences
+    with pytest.raises(ValueError, match="'bad' is taken"):
+        llm.submit([{"prompt_token_ids": prompts[2], "request_id": "bad"}] * 2, fail, sampled(200))
+
+
 class AsyncFront:
     """What an asyncio front needs of an LLM: one thread that steps, and outputs that it passes on to an event loop."""
 
