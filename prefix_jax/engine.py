@@ -57,6 +57,7 @@ class Engine:
     def __init__(self, model: Llama, tokenizer: Tokenizer | None, config: EngineConfig, *, use_tqdm: bool = False):
         self.config = config
         self.tokenizer = tokenizer
+        self.eos_id = tokenizer.eos_id if tokenizer else None  # the one that needs no naming when it ends an answer
         self.eos_ids = frozenset(model.config.eos_ids) | (tokenizer.eos_ids if tokenizer else frozenset())
         attention = config.attention or default_implementation()
         scales = None
@@ -390,7 +391,7 @@ class Engine:
             self._refuse(sequence.request, error)
             return
         if ends:
-            self.scheduler.finish(sequence, "stop", None if is_eos else token)
+            self.scheduler.finish(sequence, "stop", None if is_eos and token == self.eos_id else token)
         elif stop is not None:
             self.scheduler.finish(sequence, "stop", stop)
         elif len(sequence.tokens) - sequence.prompt_len == sampling.max_tokens:

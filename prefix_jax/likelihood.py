@@ -36,8 +36,8 @@ def split_tokens(
     elif tokenizer is None:
         raise ValueError("text needs a tokenizer, and this model was loaded without one: give token ids")
     else:
-        whole = tokenizer.encode(prompt + continuation) if continuation else []
-        cut = min(len(tokenizer.encode(prompt.rstrip())), max(len(whole) - 1, 0))
+        whole = tokenizer.encode(prompt + continuation, goes_on=True) if continuation else []
+        cut = min(len(tokenizer.encode(prompt.rstrip(), goes_on=True)), max(len(whole) - 1, 0))
         head, tail = whole[:cut], whole[cut:]
         if not head and tokenizer.bos_id is not None:
             head = [tokenizer.bos_id]

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from prefix_jax.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from prefix_jax.cache_report import CacheReport, make_report
+from prefix_jax.checkpoint import read_json
 from prefix_jax.commands import hold
 from prefix_jax.engine import Engine
 from prefix_jax.engine_config import EngineConfig
@@ -47,8 +48,10 @@ class LLM:
     model: a Hugging Face folder, a GGUF file, or with load_format="dummy" a config (random weights, for benchmarks).
     tokenizer: a folder or a GGUF file; None: the model's own, which a dummy model need not have. dtype: "auto" is
     float32 on a CPU and the checkpoint's on a GPU. device: a JAX platform ("cpu", "gpu"); None: JAX's default.
-    tensor_parallel_size: how many devices share the model; devices: which; None: the first of the platform. All else
-    is EngineConfig's. Raises ValueError for what does not fit together, before any weight is read where possible.
+    tensor_parallel_size: how many devices share the model; devices: which; None: the first of the platform.
+    generation_config: the folder of the generation_config.json for get_default_sampling_params; "auto": the model's;
+    "vllm": none. All else is EngineConfig's. Raises ValueError for what does not fit together, before any weight is
+    read where possible.
     """
 
     def __init__(
@@ -61,6 +64,7 @@ class LLM:
         device: str | None = None,
         tensor_parallel_size: int = 1,
         devices: Sequence[jax.Device] | None = None,
+        generation_config: str | os.PathLike = "auto",
         use_tqdm: bool = True,
         **engine: Any,
     ):
@@ -69,6 +73,7 @@ class LLM:
         self._mesh = Mesh(np.array(found), (AXIS,)) if tensor_parallel_size > 1 else None
         self._device = found[0] if found else None
         self.model_config = read_config(model, load_format).for_length(config.max_model_len)
+        self._generation_config = _read_generation_config(generation_config, model)
         self.tokenizer = _load_tokenizer(tokenizer, model, load_format)
         if self.tokenizer is not None:
             self.tokenizer.check_fits(self.model_config.vocab_size)
@@ -84,17 +89,27 @@ class LLM:
             max_model_len=self.engine.max_model_len,
             check_fits=lambda length: self.engine.scheduler.check_fits(length),
             check_rules=lambda sampling: self.engine.make_rules(sampling, 0),
-            is_taken=lambda request_id: request_id in self._inboxes,
+            is_taken=lambda request_id: request_id in self._receivers,
             logits_processors=config.logits_processors,
         )
         self.prefixes.encode, self.prefixes.compute = self.reader.encode_prefix, self._compute_prefixes
         self.prefixes.write, self.prefixes.read = self._write_prefixes, self._read_prefixes
-        self._inboxes: dict[str, SimpleQueue[RequestOutput]] = {}  # of the calls that wait, by request id
+        # Of unfinished requests by their ids: the prompt's index in its call, and who gets the outputs.
+        self._receivers: dict[str, tuple[int, Callable[[RequestOutput], None]]] = {}
 
     @property
     def prefixes(self) -> PrefixPool:
         """The declared prefixes: `add(content, name=…, parent=…)` gives a handle, `prefixes[name]` finds it again."""
         return self.engine.prefixes
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What calls without sampling_params take: what the checkpoint's generation_config.json states, and else
+        SamplingParams' own. Of a SamplingParams that is given every value counts, neutral ones and those left out
+        too: nothing of the checkpoint's enters it. ValueError if what is stated is out of range."""
+        try:
+            return SamplingParams.from_generation_config(self._generation_config)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"generation_config.json: {error}") from error
 
     def cache_report(self) -> CacheReport:
         """What the cache holds, and what was expected of it and found; prints as a table."""
@@ -132,11 +147,11 @@ class LLM:
         """One result for each prompt, in the order of the prompts.
 
         prompts: strings, lists of token ids, or dicts with `prompt`, `prompt_token_ids` or `messages` (which go through
-        the chat template, with `tools`, `chat_template`, `add_generation_prompt` and `continue_final_message` where
-        given), and optionally `request_id`, `cache_salt`, `priority` (an integer, 0 where it is not given;
-        the higher starts sooner under that policy, and its pages are evicted later) and `ttl` (seconds after its end
-        for which its pages are worth keeping) and `score_from` (the first token that prompt_logprobs are wanted of).
-        sampling_params: one for all or one each.
+        the chat template, with `chat`'s `tools`, `chat_template` and so on where given), and optionally `request_id`,
+        `cache_salt`, `priority` (an integer, 0 where it is not given; the higher starts sooner under that policy, and
+        its pages are evicted later) and `ttl` (seconds after its end for which its pages are worth keeping) and
+        `score_from` (the first token that prompt_logprobs are wanted of).
+        sampling_params: one for all or one each; None: get_default_sampling_params().
         prefix_pos: the first so many tokens of a prompt (at most what it has) are a prefix to keep; one for all or one,
         or None, each. prefix: what stands before the prompt: a handle, the name of one, or text, which is then a prefix
         to keep; one for all or one each. cache_mode: "read" leaves nothing in the cache, "write" takes nothing from it,
@@ -178,6 +193,35 @@ class LLM:
         requests, _ = self._read(prompts, sampling_params, prefix_pos, prefix, cache_mode, streams=True)
         return self._run(requests)
 
+    def submit(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        give: Callable[[RequestOutput], None],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prefix_pos: int | Sequence[int | None] | None = None,
+        *,
+        prefix: Prefix | str | Sequence[Prefix | str | None] | None = None,
+        cache_mode: str | Sequence[str] = "readwrite",
+    ) -> list[str]:
+        """For fronts of other kinds: queues what `stream` would run, from any thread, and returns the request ids.
+        `give` gets what `stream` would yield, from the thread that steps: it must not wait, and if it raises, its
+        request is dropped. Somebody has to call `step` while `engine.has_work`."""
+        requests, _ = self._read(_as_list(prompts), sampling_params, prefix_pos, prefix, cache_mode, streams=True)
+        self._add(requests, give, set())
+        return [request.request_id for request in requests.values()]
+
+    def step(self) -> None:
+        """One step of the engine, whose outputs go to whoever waits for them; or up to 10 ms of waiting for another
+        thread that steps."""
+        with hold(self.engine.lock, 0.01) as held:
+            if held and self.engine.has_work:
+                with self._on_device(), no_full_collections():
+                    self.engine.step()
+            ready = self.engine.ready
+            while held and ready:  # what an interrupt left there, too
+                self._give(ready[0])
+                ready.popleft()
+
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
@@ -187,11 +231,13 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
         """Answers one conversation or many, through a Jinja template: the checkpoint's, or `chat_template`. To go on
         with a last message of the assistant, say add_generation_prompt=False, continue_final_message=True. tools: JSON
-        schemas that the template is given. options: those of `generate`."""
+        schemas that the template is given; chat_template_kwargs: what else it knows by name (enable_thinking, …).
+        options: those of `generate`."""
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
             raise ValueError(f"messages must be a conversation or a list of them, got {messages!r:.80}")
         conversations = [messages] if isinstance(messages[0], Mapping) else messages
@@ -200,6 +246,7 @@ class LLM:
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
             "tools": tools,
+            "chat_template_kwargs": chat_template_kwargs,
         }
         return self.generate([{"messages": chat, **how} for chat in conversations], sampling_params, **options)
 
@@ -249,7 +296,7 @@ class LLM:
     ) -> list[BeamSearchOutput]:
         """The likeliest answers to each prompt that a search of `beam_width` finds. Beams share their pages. Prompts
         and the arguments behind `params` are those of `generate`. ValueError for bad prompts, before anything runs."""
-        requests, _ = self._read(_as_list(prompts), None, prefix_pos, prefix, cache_mode)
+        requests, _ = self._read(_as_list(prompts), SamplingParams(), prefix_pos, prefix, cache_mode)
         return beam_search(self, list(requests.values()), params)
 
     def abort(self, request_id: str) -> None:
@@ -305,7 +352,7 @@ class LLM:
         on_error: str = "raise",
     ) -> tuple[dict[int, Request], dict[int, str]]:
         """The good requests by index, and with on_error="return" what is wrong with the others; else ValueError."""
-        params = SamplingParams() if sampling_params is None else sampling_params
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = _one_each("sampling_params", params, len(prompts), SamplingParams)
         positions = _one_each("prefix_pos", prefix_pos, len(prompts), (int, np.integer, type(None)))
         positions = [None if position is None else int(position) for position in positions]
@@ -326,29 +373,46 @@ class LLM:
         """None once they are queued, then each output. Left early, it takes back what is unfinished before the next
         step; it never steps then, since garbage collection may end it anywhere, also inside a step."""
         inbox: SimpleQueue[RequestOutput] = SimpleQueue()
-        index_of = {request.request_id: index for index, request in requests.items()}
         open_ids: set[str] = set()
-
-        def add() -> None:
-            self.engine.add_batch(list(requests.values()))
-            self._inboxes.update(dict.fromkeys(index_of, inbox))
-            open_ids.update(index_of)
-
         try:
-            self._call(add)
+            self._add(requests, inbox.put, open_ids)
             yield None
             while open_ids:
-                self._advance()
+                self.step()
                 while not inbox.empty():
                     output = inbox.get()
                     if output.finished:
                         open_ids.discard(output.request_id)
-                    yield replace(output, index=index_of[output.request_id])
+                    yield output
         finally:
             for request_id in open_ids:
-                self._inboxes.pop(request_id, None)
+                self._receivers.pop(request_id, None)
             if open_ids:
                 self.engine.drop(open_ids)
+
+    def _add(self, requests: dict[int, Request], give: Callable[[RequestOutput], None], open_ids: set[str]) -> None:
+        """Queues them; `open_ids` has their ids from the moment on in which they are queued."""
+
+        def add() -> None:
+            self.engine.add_batch(list(requests.values()))
+            for index, request in requests.items():
+                self._receivers[request.request_id] = index, give
+                open_ids.add(request.request_id)
+
+        self._call(add)
+
+    def _give(self, output: RequestOutput) -> None:
+        index, give = self._receivers.get(output.request_id, (0, None))
+        is_last = output.finished
+        try:
+            if give is not None:
+                give(replace(output, index=index))
+        except Exception:  # of somebody else's code, which may not stop what others wait for
+            log.exception("what gets the outputs of request %s failed, and the request ends", output.request_id)
+            self.engine.drop([output.request_id])
+            is_last = True
+        if is_last:
+            self._receivers.pop(output.request_id, None)
 
     def _call(self, do: Callable[[], Any]) -> Any:
         """Between two steps, in whatever thread, on this engine's device."""
@@ -358,21 +422,6 @@ class LLM:
                 return do()
 
         return self.engine.call(on_device)
-
-    def _advance(self) -> None:
-        """One step, whose outputs go to whoever waits for them; or another thread's, whose step it waits for."""
-        with hold(self.engine.lock, 0.01) as held:
-            if held and self.engine.has_work:
-                with self._on_device(), no_full_collections():
-                    self.engine.step()
-            ready = self.engine.ready
-            while held and ready:  # what an interrupt left there, too
-                output = ready[0]
-                if inbox := self._inboxes.get(output.request_id):
-                    inbox.put(output)
-                ready.popleft()
-                if output.finished:
-                    self._inboxes.pop(output.request_id, None)
 
     def _compute_prefixes(self, prefixes: Iterable[Prefix]) -> None:
         """Runs each as a prompt, so that its pages are there."""
@@ -415,6 +464,13 @@ def _load_tokenizer(tokenizer, model, load_format: str) -> Tokenizer | None:
     if load_format != "dummy":
         return Tokenizer.load(model)
     return None
+
+
+def _read_generation_config(source: str | os.PathLike, model) -> Mapping[str, Any]:
+    if source == "vllm" or (source == "auto" and not isinstance(model, str | os.PathLike)):
+        return {}
+    path = Path(model if source == "auto" else source) / "generation_config.json"
+    return read_json(path) if path.exists() or source != "auto" else {}
 
 
 def _find_devices(platform: str | None, devices: Sequence[jax.Device] | None, num: int) -> list[jax.Device]:

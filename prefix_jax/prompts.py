@@ -19,7 +19,9 @@ from prefix_jax.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-CHAT_OPTIONS = ("add_generation_prompt", "continue_final_message", "chat_template", "tools")  # render_chat's
+CHAT_OPTIONS = (  # render_chat's
+    "add_generation_prompt", "continue_final_message", "chat_template", "tools", "chat_template_kwargs",
+)  # fmt: skip
 
 Prompt = str | Sequence[int] | np.ndarray | Mapping[str, Any]
 
@@ -229,7 +231,7 @@ class PromptReader:
         """What a prefix's content becomes behind another's. ValueError if the two do not go together, or for too many
         tokens or unknown ones."""
         if isinstance(content, str):
-            encoded = self._encode_text(content, above)
+            encoded = self._encode_text(content, above, goes_on=True)
         elif isinstance(content, Sequence) and content and all(isinstance(part, Mapping) for part in content):
             self._need_tokenizer()
             messages = self._join_messages(above, content)
@@ -241,15 +243,16 @@ class PromptReader:
         self._check_tokens(encoded.whole, "the prefix")
         return encoded
 
-    def _encode_text(self, text: str, above: Encoded | None) -> Encoded:
+    def _encode_text(self, text: str, above: Encoded | None, *, goes_on: bool = False) -> Encoded:
         self._need_tokenizer()
         if above is None or above.text is not None:
             text = (above.text if above else "") + text
-            return Encoded(self.tokenizer.encode_beginning(text), self.tokenizer.encode(text), text=text)
+            whole = self.tokenizer.encode(text, goes_on=goes_on)
+            return Encoded(self.tokenizer.encode_beginning(text), whole, text=text)
         if above.messages is not None:
             raise ValueError("text does not go behind messages: give messages")
         return Encoded(*([*above.whole, *self._without_bos(ids)] for ids in (
-            self.tokenizer.encode_beginning(text), self.tokenizer.encode(text)
+            self.tokenizer.encode_beginning(text), self.tokenizer.encode(text, goes_on=goes_on)
         )))  # fmt: skip
 
     def _without_bos(self, ids: list[int]) -> list[int]:

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -27,14 +27,14 @@ class SamplingParams:
     """How tokens are chosen, and when to stop. Names and meanings are vLLM's.
 
     n: answers to one prompt, which share its pages, and at temperature 0 are the same; best_of is refused.
-    temperature: 0 is greedy. top_k: 0, -1 or None is off. top_p: in (0, 1]; the smallest set of tokens of at least
-    this mass. min_p: in [0, 1]; tokens at least so many times as likely as the likeliest. seed: None or -1 draws a
-    fresh one for each request; the n answers differ. A positive presence_penalty or frequency_penalty (in [-2, 2])
-    lowers the scores of tokens of the output, a repetition_penalty over 1 those of prompt and output. logit_bias:
-    what is added to the scores of tokens, within [-100, 100]. allowed_token_ids: no others. bad_words: texts whose
-    tokens never follow one another in the output, as they stand and behind a space. Where all of these leave no
-    token, the answer ends with "length" and says so. logits_processors: of those that the engine was built with, by
-    name or themselves; they come last.
+    temperature: 0 is greedy; others are taken as they stand, also below 0.01, to which vLLM raises them. top_k: 0, -1
+    or None is off. top_p: in (0, 1]; the smallest set of tokens of at least this mass. min_p: in [0, 1]; tokens at
+    least so many times as likely as the likeliest. seed: None or -1 draws a fresh one for each request; the n answers
+    differ. A positive presence_penalty or frequency_penalty (in [-2, 2]) lowers the scores of tokens of the output, a
+    repetition_penalty over 1 those of prompt and output. logit_bias: what is added to the scores of tokens, within
+    [-100, 100]. allowed_token_ids: no others. bad_words: texts whose tokens never follow one another in the output, as
+    they stand and behind a space. Where all of these leave no token, the answer ends with "length" and says so.
+    logits_processors: of those that the engine was built with, by name or themselves; they come last.
 
     max_tokens: None is as many as the model's context and the pool take; 0 only scores the prompt. min_tokens: no
     end token before, with ignore_eos neither, no stop string up to there; the room for the answer ends it all the
@@ -123,6 +123,12 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens must be at most max_tokens, got {self.min_tokens} and {self.max_tokens}")
 
+    @classmethod
+    def from_generation_config(cls, config: Mapping[str, Any]) -> SamplingParams:
+        """What a checkpoint's generation_config.json states of these; its do_sample is not read, as in vLLM."""
+        stated = {_RENAMED.get(name, name): config.get(name) for name in _IN_GENERATION_CONFIG}
+        return cls(**{name: value for name, value in stated.items() if value is not None})
+
     @property
     def has_rules(self) -> bool:
         """Whether it changes the logits."""
@@ -134,6 +140,11 @@ class SamplingParams:
 _FLAGS = (
     "include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
 )  # fmt: skip
+_IN_GENERATION_CONFIG = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "max_new_tokens",
+)  # fmt: skip
+_RENAMED = {"max_new_tokens": "max_tokens"}
 _OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
 _RANGES = (  # name, kind, least, most, in words
     ("n", Integral, 1, 2**16, "in [1, 65536]"),
@@ -320,7 +331,8 @@ PositionLogprobs = dict[int, Logprob]  # the position's own token first, then th
 @dataclass
 class CompletionOutput:
     """One answer. finish_reason: "stop", "length", "abort", or "error" for a request that was refused.
-    stop_reason: the stop string or token that ended it; for "length", a sentence if it was not max_tokens.
+    stop_reason: the stop string or token that ended it, None for the tokenizer's own EOS token; for "length", a
+    sentence if it was not max_tokens.
     cumulative_logprob: the sum over its tokens, where logprobs were asked for."""
 
     index: int

@@ -32,7 +32,7 @@ _CONTEXT_LEN = 6  # ids that stay in the decoder's window: enough to stand on wh
 class Tokenizer:
     """A tokenizer with the special ids and the chat template of its model.
 
-    add_bos: True and False overrule the tokenizer's own post-processor; None leaves it to that.
+    add_bos, add_eos: True and False overrule the tokenizer's own post-processor; None leaves it to that.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class Tokenizer:
         chat_template: str | None = None,
         tool_template: str | None = None,
         add_bos: bool | None = None,
+        add_eos: bool | None = None,
     ):
         self._backend = backend
         self._special_tokens = dict(special_tokens or {})
@@ -55,9 +56,13 @@ class Tokenizer:
             if name in own_ids and own_ids[name] is None:
                 raise ValueError(f"{name} {self._special_tokens[name]!r} is not in the vocabulary of the tokenizer")
         self.bos_id: int | None = own_ids.get("bos_token", bos_id)
-        self.eos_ids = frozenset(eos_ids) | ({own_ids["eos_token"]} if "eos_token" in own_ids else set())
-        self._processor_adds_bos = self.bos_id is not None and backend.encode("a").ids[:1] == [self.bos_id]
+        self.eos_id: int | None = own_ids.get("eos_token")
+        self.eos_ids = frozenset(eos_ids) | ({self.eos_id} - {None})
+        ids = backend.encode("a").ids
+        self._processor_adds_bos = self.bos_id is not None and ids[:1] == [self.bos_id]
         self._add_bos = self.bos_id is not None and (self._processor_adds_bos if add_bos is None else add_bos)
+        self._processor_adds_eos = self.eos_id is not None and ids[-1:] == [self.eos_id]
+        self._add_eos = self.eos_id is not None and (self._processor_adds_eos if add_eos is None else add_eos)
         # SentencePiece spells unknown characters in tokens of one byte; GPT-2's BPE has bytes for an alphabet.
         self._byte_ids = {backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256)} - {None}
         self._continuation_ids = {backend.token_to_id(f"<0x{byte:02X}>") for byte in range(0x80, 0xC0)} - {None}
@@ -82,7 +87,8 @@ class Tokenizer:
         named = {"default": self.chat_template, "tool_use": self.tool_template}
         templates = [{"name": name, "template": template} for name, template in named.items() if template is not None]
         template = templates if self.tool_template is not None else self.chat_template
-        config = {**self._special_tokens, "add_bos_token": self._add_bos, "chat_template": template}
+        adds = {"add_bos_token": self._add_bos, "add_eos_token": self._add_eos}
+        config = {**self._special_tokens, **adds, "chat_template": template}
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 
     @cached_property
@@ -99,12 +105,17 @@ class Tokenizer:
                 f"the model embeds {vocab_rows} ids (0 to {vocab_rows - 1})"
             )
 
-    def encode(self, text: str) -> list[int]:
-        """Ids with the special tokens the tokenizer adds; a text that begins with the BOS text gets no second one."""
+    def encode(self, text: str, *, goes_on: bool = False) -> list[int]:
+        """Ids with the special tokens the tokenizer adds; a text that begins with the BOS text gets no second one, one
+        that ends with the EOS text neither. goes_on: without the EOS that it adds."""
         ids = self._backend.encode(text).ids
         if self._processor_adds_bos:
             ids = ids[1:]
-        return [self.bos_id, *ids] if self._add_bos and ids[:1] != [self.bos_id] else ids
+        if self._processor_adds_eos:
+            ids = ids[:-1]
+        if self._add_bos and ids[:1] != [self.bos_id]:
+            ids = [self.bos_id, *ids]
+        return [*ids, self.eos_id] if self._add_eos and not goes_on and ids[-1:] != [self.eos_id] else ids
 
     def encode_word(self, text: str) -> list[list[int]]:
         """The ids that a text may have inside another: at its beginning, and behind a space if it has none."""
@@ -143,11 +154,12 @@ class Tokenizer:
         chat_template: str | None = None,
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """The chat template (None: the tokenizer's own, with `tools` the one that it has for them) over `messages`
         (role, content). continue_final_message: the text ends with the last message's content, for the model to go on.
-        tools: JSON schemas of functions that the template tells the model of. ValueError without a template, or for
-        whatever it raises."""
+        tools: JSON schemas of functions that the template tells the model of. chat_template_kwargs: what else it knows
+        by name. ValueError without a template, or for whatever it raises."""
         own = self.tool_template if tools and self.tool_template is not None else self.chat_template
         template = own if chat_template is None else chat_template
         if template is None:
@@ -158,8 +170,8 @@ class Tokenizer:
             messages = _marked(messages)
         try:
             text = _compile_template(template).render(
-                messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
+                messages=messages, tools=tools, add_generation_prompt=add_generation_prompt,
+                **{"documents": None, **self._special_tokens, **(chat_template_kwargs or {})},
             )  # fmt: skip
         except Exception as error:  # a template is a program
             raise ValueError(f"the chat template refused the messages: {error}") from error
@@ -266,6 +278,14 @@ class IncrementalDecoder:
             if len(self._window) >= 4 * _CONTEXT_LEN:
                 self._window = self._tail(self._window)
                 self._given = self._decode(self._window)
+        elif len(self._pending) >= 4 * _CONTEXT_LEN:
+            # Broken characters without an end: the first four of these ids hold one for certain. They stay, since a run
+            # of SentencePiece's bytes is broken all through or not at all; the last ones hold the next character.
+            self._pending = self._pending[:4] + self._pending[-_CONTEXT_LEN:]
+            self._window = list(self._pending)
+            unfinished = len(text) - len(certain)
+            text = self._decode(self._window)
+            self._given = text[: len(text) - unfinished]
         return delta
 
     def _tail(self, ids: Sequence[int]) -> list[int]:
@@ -399,6 +419,7 @@ def _from_folder(folder: Path) -> Tokenizer:
         chat_template=chat_template,
         tool_template=tool_template,
         add_bos=config.get("add_bos_token"),
+        add_eos=config.get("add_eos_token"),
     )
 
 

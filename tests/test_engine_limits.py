@@ -1,9 +1,14 @@
 """Full pools, full contexts, seeds in company, and what breaks: aborts, interrupts, steps that fail."""
 
 import itertools
+import json
+import os
 import random
+import subprocess
+import sys
 import threading
 from array import array
+from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -125,8 +130,17 @@ def test_every_row_reads_its_own_pages(count):
         assert tokens_of(generate(llm, [prompts[i] for i in order])) == [alone[i] for i in order]
 
 
+COMBINATIONS = [
+    {}, {"top_p": 0.5, "min_p": 0.1, "seed": 1}, {"presence_penalty": 1.0, "repetition_penalty": 1.5, "n": 3},
+    {"frequency_penalty": -1.0, "logit_bias": {7: 5.0}, "logprobs": 3}, {"allowed_token_ids": [5, 6, 7]},
+    {"bad_words": ["the", "a b"], "stop": "e"}, {"prompt_logprobs": 2, "n": 2},
+    {"stop_token_ids": [5], "min_tokens": 1},
+]  # fmt: skip
+
+
 def test_nothing_is_compiled_after_the_start():
-    """New lengths, batch sizes or table widths compile in service: sglang-jax#117, vllm#14510 (C36)."""
+    """New lengths, batch sizes or table widths compile in service: sglang-jax#117, vllm#14510 (C36). Nor does any
+    combination of what rows ask for."""
     llm = make_llm()
     compiled = []
 
@@ -145,9 +159,13 @@ def test_nothing_is_compiled_after_the_start():
         while count < 200:
             prompts = [stem[: rng.randint(0, 120)] + random_prompts(count + i, rng.randint(1, 120))[0]
                        for i in range(rng.randint(1, 10))]  # fmt: skip
-            params = SamplingParams(
-                temperature=rng.choice([0.0, 1.0]), top_k=rng.choice([0, 5]), max_tokens=rng.randint(1, 9)
-            )
+            params = [
+                SamplingParams(
+                    temperature=rng.choice([0.0, 1.0]), top_k=rng.choice([0, 5]), max_tokens=rng.randint(1, 9),
+                    **rng.choice(COMBINATIONS),
+                )
+                for _ in prompts
+            ]  # fmt: skip
             generate(llm, prompts, params, prefix_pos=rng.choice([None, 1, 16, 40]))
             count += len(prompts)
         forget(llm)
@@ -182,6 +200,41 @@ def test_a_seed_gives_the_same_tokens_in_any_company():
         outputs = generate(llm, [*others, prompt], [*settings, params])
         assert tokens_of(outputs[-1:]) == [expected]
     assert tokens_of(generate(make_llm(enable_prefix_caching=False), [prompt], params)) == [expected]
+
+
+RESTART = """
+import json, sys
+from prefix_jax import LLM, SamplingParams
+folder, options, prompts, params = json.load(sys.stdin)
+params = [SamplingParams(**own) for own in params]
+outputs = LLM(folder, use_tqdm=False, **options).generate(prompts, params, use_tqdm=False)
+print(json.dumps([[answer.token_ids for answer in output.outputs] for output in outputs]))
+"""
+
+
+def test_a_seed_gives_the_same_tokens_in_another_process():
+    """C51, after a restart: another process, another number of rows and pages, other neighbours; what no seed was given
+    to is drawn anew there, and finds itself elsewhere in the batch."""
+    asked = {"max_tokens": 12, "ignore_eos": True, "temperature": 2.0}
+    seeded = [
+        {"seed": 7},
+        {"seed": 2**64 - 1, "n": 3, "top_p": 0.9},
+        {"seed": 0, "top_k": 40, "min_p": 0.01, "repetition_penalty": 1.2, "frequency_penalty": 0.5},
+        {"temperature": 0.0},
+    ]
+    params = [asked | own for own in seeded]
+    prompts = random_prompts(41, 20, 33, 50, 17)
+    outputs = generate(make_llm(), prompts, [SamplingParams(**own) for own in params])
+    expected = [[answer.token_ids for answer in output.outputs] for output in outputs]
+    others = random_prompts(42, 9, 60, 9)
+    options = {**SLIM, "max_num_seqs": 3, "page_size": 8, "seed": 11, "num_pages": 48}
+    told = [str(tiny_folder()), options, [*others, *prompts], [asked] * 3 + params]
+    command, paths = [sys.executable, "-c", RESTART], {"PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(command, input=json.dumps(told), env=os.environ | paths, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said[3:] == expected
+    assert said[:3] != [[tokens] for tokens in tokens_of(generate(make_llm(), others, [SamplingParams(**asked)] * 3))]
 
 
 def test_each_request_keeps_its_own_parameters():
@@ -337,7 +390,7 @@ def test_an_interrupt_between_two_results_leaves_the_engine_clean():
     with pytest.raises(KeyboardInterrupt):
         generate(llm, prompts, [greedy(2 + 3 * i) for i in range(len(prompts))], on_output=interrupt)
     forget(llm)
-    assert not llm.engine.sequences and not llm._inboxes
+    assert not llm.engine.sequences and not llm._receivers
     assert not llm.engine.scheduler.running and not llm.engine.scheduler.waiting
     llm.engine.cache.check()
     outputs = generate(llm, prompts)
@@ -383,7 +436,7 @@ def test_a_token_without_text_ends_its_request_alone(options, monkeypatch):
         refused = [delta for delta in deltas if delta.index == 1][-1]
     assert told == first
     assert refused.finished and refused.error == f"no text for {bad}"
-    assert not llm.engine.has_work and not llm._inboxes and not llm.engine.ready
+    assert not llm.engine.has_work and not llm._receivers and not llm.engine.ready
 
 
 def test_an_interrupt_while_outputs_are_made_loses_nobodys(monkeypatch):
@@ -408,7 +461,7 @@ def test_an_interrupt_while_outputs_are_made_loses_nobodys(monkeypatch):
     waits.join(60)
     assert done == [other]
     assert tokens_of(generate(llm, prompts[:1], greedy(8))) == [mine]
-    assert not llm.engine.has_work and not llm._inboxes and not llm.engine.ready
+    assert not llm.engine.has_work and not llm._receivers and not llm.engine.ready
 
 
 def test_a_signal_right_behind_its_acquisition_leaves_no_lock_behind():

@@ -1,5 +1,7 @@
 """Several answers to a prompt, answers while they grow, conversations, beams, and SGLang's words for it all."""
 
+import asyncio
+import functools
 import itertools
 import threading
 
@@ -246,6 +248,41 @@ def test_a_stop_string_that_the_last_of_min_tokens_completes_does_not_count(stop
     assert found == [None] * (pushed - 1) + [stop if pushed < 6 else None]
 
 
+STOPS = [
+    ["bc"], ["abcd", "bc"], ["bc", "abcd"], [" "], ["\n\n"], ["\n\n\n", "\n\n"], ["he"], ["e", "he ", " the"], ["🙂"],
+    ["é", "never"], ["x the"], ["never"], ["nd a", "d ab"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("stop", STOPS, ids=str)
+def test_a_stop_string_is_found_as_in_the_whole_text(stop, include):
+    """C56: over token borders, inside a token with text behind it, as the beginning of another, and never in the prompt
+    or across its end."""
+    tokenizer = make_llm().tokenizer
+    ids = tokenizer.encode("x the hen and abcd\n\n\nthe 🙂 and é")
+    for cut in range(len(ids)):
+        prompt, output = ids[:cut], ids[cut:]
+        texts = [tokenizer.decode_output(prompt, output[:end]) for end in range(len(output) + 1)]
+        certain = [text.rstrip("\ufffd") for text in texts]
+        end = next((end for end, text in enumerate(certain) if any(s in text for s in stop)), None)
+        params = SamplingParams(stop=stop, include_stop_str_in_output=include)
+        text, found, deltas = OutputText(tokenizer, prompt, params), None, []
+        for pushed, token in enumerate(output, start=1):  # noqa: B007
+            found = text.push(token)
+            deltas.append(text.take())
+            if found is not None:
+                break
+        text.finish()
+        deltas.append(text.take())
+        if end is None:
+            assert found is None and "".join(deltas) == texts[-1]
+            continue
+        place, expected = min((certain[end].find(s), s) for s in stop if s in certain[end])
+        assert (pushed, found) == (end, expected)
+        assert "".join(deltas) == certain[end][: place + (len(expected) if include else 0)]
+
+
 @pytest.mark.parametrize("stop", [(), ("never said",)])
 def test_what_ended_it_is_text_on_demand(stop):
     """Of stop tokens and the model's own end tokens, too."""
@@ -282,7 +319,7 @@ def test_a_stream_that_is_left_leaves_nothing_behind():
     llm = make_llm()
     for _, _ in zip(llm.stream(random_prompts(28, 9, 9), sampled(50)), range(3), strict=False):
         pass
-    assert not llm._inboxes
+    assert not llm._receivers
     llm.reset_prefix_cache()
     assert not llm.engine.sequences and len(llm.engine.cache.pool) == llm.engine.runner.num_pages
     with pytest.raises(ValueError, match=r"prompts\[0\]: the prompt is empty"):
@@ -368,7 +405,101 @@ def test_an_output_that_cannot_be_made_ends_its_request_alone(at_end, monkeypatc
     bad, good = ([delta for delta in deltas if delta.request_id == name] for name in "ab")
     assert [delta.finished for delta in bad].count(True) == 1 and bad[-1].error == "'injected'"
     assert {(0, index): said for (_, index), said in joined(good).items()} == expected
-    assert not llm.engine.has_work and not llm._inboxes and "injected" in caplog.text
+    assert not llm.engine.has_work and not llm._receivers and "injected" in caplog.text
+
+
+def test_what_raises_at_its_outputs_ends_its_request_alone(caplog):
+    """An event loop that is closed, say; whoever steps goes on."""
+    llm = make_llm()
+    prompts = random_prompts(53, 9, 12, 10)
+    expected = joined(llm.stream(prompts[:2], sampled(12)))
+    forget(llm)
+    given = []
+
+    def fail(output):
+        given.append(output)
+        if len(given) == 3:
+            raise RuntimeError("Event loop is closed")
+
+    ids = llm.submit([{"prompt_token_ids": prompts[2], "request_id": "bad"}], fail, sampled(200))
+    assert ids == ["bad"]
+    assert joined(llm.stream(prompts[:2], sampled(12))) == expected
+    assert len(given) == 3 and "outputs of request bad failed" in caplog.text
+    assert not llm._receivers and not llm.engine.sequences
+    with pytest.raises(ValueError, match="'bad' is taken"):
+        llm.submit([{"prompt_token_ids": prompts[2], "request_id": "bad"}] * 2, fail, sampled(200))
+
+
+class AsyncFront:
+    """What an asyncio front needs of an LLM: one thread that steps, and outputs that it passes on to an event loop."""
+
+    def __init__(self, llm):
+        self.llm, self.wake, self.closed = llm, threading.Event(), False
+        self.thread = threading.Thread(target=self._step)
+        self.thread.start()
+
+    def _step(self) -> None:
+        while not self.closed:
+            while self.llm.engine.has_work:
+                self.llm.step()
+            self.wake.wait()
+            self.wake.clear()
+
+    async def stream(self, prompt, params):
+        loop, outputs = asyncio.get_running_loop(), asyncio.Queue()
+        give = functools.partial(loop.call_soon_threadsafe, outputs.put_nowait)
+        (request_id,) = await asyncio.to_thread(self.llm.submit, [prompt], give, params)
+        self.wake.set()
+        try:
+            while not (output := await outputs.get()).finished:
+                yield output
+            yield output
+        finally:
+            self.llm.abort(request_id)  # of one that is left early
+
+    def close(self) -> None:
+        self.closed = True
+        self.wake.set()
+        self.thread.join(60)
+
+
+def test_an_asyncio_front_sits_on_top():
+    """Beside generate and prefixes in other threads, with a client that leaves."""
+    llm = make_llm()
+    prompts, params = family(50), [sampled(30, seed=i, n=1 + i % 2) for i in range(8)]
+    expected = joined(llm.stream(prompts, params))
+    forget(llm)
+    front = AsyncFront(llm)
+
+    async def ask(i: int) -> list:
+        return [delta async for delta in front.stream(prompts[i], params[i])]
+
+    async def leave() -> int:
+        stream = front.stream(random_prompts(51, 9)[0], sampled(200))
+        count = 0
+        async for _ in stream:
+            count += 1
+            if count == 3:
+                await stream.aclose()
+        return count
+
+    async def all_at_once() -> list:
+        beside = asyncio.to_thread(generate, llm, prompts, params)
+        with pytest.raises(ValueError, match="the prompt is empty"):
+            await anext(front.stream([], sampled()))
+        return await asyncio.gather(leave(), beside, *map(ask, range(8)))
+
+    try:
+        left, whole, *deltas = asyncio.run(asyncio.wait_for(all_at_once(), 300))
+        llm.prefixes.add(random_prompts(52, 40)[0]).warm()
+    finally:
+        front.close()
+    assert left == 3
+    for i, own in enumerate(deltas):
+        assert joined(own) == {(0, index): said for (of, index), said in expected.items() if of == i}
+    assert {(o.index, a.index): (a.text, a.token_ids, "length") for o in whole for a in o.outputs} == expected
+    llm.reset_prefix_cache()
+    assert not front.thread.is_alive() and not llm._receivers and not llm.engine.sequences
 
 
 # Conversations --------------------------------------------------------------------------------------------------------
@@ -407,7 +538,12 @@ def test_chat_goes_on_with_the_last_message_and_names_tools():
     own = {"chat_template": template, "tools": [{"name": "f"}, {"name": "g"}]}
     assert llm.chat([user], greedy(3), use_tqdm=False, **own)[0].prompt == "[f][g]and?!"
     assert llm.chat([user, begun], greedy(3), use_tqdm=False, **own, **how)[0].prompt == "[f][g]and?the hen"
+    told = {"chat_template": "{{ mood }}{{ messages[0].content }}{{ eos_token }}"}
+    for words, prompt in [(None, "and?<|end|>"), ({"mood": "!", "eos_token": "."}, "!and?.")]:
+        (output,) = llm.chat([user], greedy(3), use_tqdm=False, chat_template_kwargs=words, **told)
+        assert output.prompt == prompt
     for messages, options, error in [
+        ([user], {"chat_template_kwargs": {"tools": []}, **told}, "refused the messages: .*tools"),
         ([user], {"continue_final_message": True}, "exclude each other"),
         ([{"role": "user", "content": " "}], how, "no content to continue"),
         ([user], {"chat_template": "{{ raise_exception('no') }}"}, "refused the messages: no"),

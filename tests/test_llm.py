@@ -2,11 +2,13 @@
 
 import gc
 import gzip
+import json
 
 import numpy as np
 import pytest
 from engines import (
     TINY,
+    IdealCache,
     cached_of,
     check_greedy,
     compiling_once,
@@ -21,7 +23,7 @@ from engines import (
 from safetensors.numpy import load_file
 from tiny_models import tiny_config, tiny_weights, write_checkpoint
 
-from prefix_jax import LLM, SamplingParams, pauses
+from prefix_jax import LLM, BeamSearchParams, SamplingParams, pauses
 from prefix_jax.pauses import no_full_collections
 from prefix_jax.request import RequestOutput
 
@@ -147,18 +149,86 @@ def test_a_stop_token_ends_the_answer_and_stays_in_its_tokens(llm, said):
     assert len(texts) == 1, "the text is the same with stop strings and without"
 
 
-def test_the_models_end_token_ends_the_answer_unless_it_is_ignored():
-    config = tiny_config(eos_token_id=0)
-    (output,) = generate(make_llm(), random_prompts(3, 9), greedy(30))
-    end = output.outputs[0].token_ids[10]
-    first = output.outputs[0].token_ids.index(end)
+@pytest.fixture(scope="module")
+def ended() -> LLM:
+    """EOS ids in all three places: the tokenizer's is 0."""
     weights = load_file(tiny_folder() / "model.safetensors")
-    llm = make_llm(write_checkpoint(home() / "other_end", config | {"eos_token_id": [0, end]}, weights))
-    answer = generate(llm, random_prompts(3, 9), greedy(30, ignore_eos=False))[0].outputs[0]
-    assert answer.token_ids == output.outputs[0].token_ids[: first + 1]
-    assert (answer.finish_reason, answer.stop_reason) == ("stop", None)
-    answer = generate(llm, random_prompts(3, 9), greedy(30))[0].outputs[0]
-    assert (answer.token_ids, answer.finish_reason) == (output.outputs[0].token_ids, "length")
+    folder = write_checkpoint(home() / "other_ends", tiny_config(eos_token_id=[0, 7]), weights)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 11]}))
+    with compiling_once():
+        return LLM(folder, use_tqdm=False, **TINY)
+
+
+@pytest.mark.parametrize(("end", "reason"), [(0, None), (7, 7), (9, 9), (11, 11)])
+def test_every_end_token_ends_the_answer_and_all_but_the_tokenizers_are_named(ended, end, reason):
+    """Only one of several EOS ids is honoured: vllm#4180, vllm#4182, mlx-vlm#2112 (C62). As in vLLM the others count as
+    stop_token_ids, which are named, and the tokenizer's own is not, whoever else asks for it."""
+    (prompt,) = random_prompts(3, 9)
+    forced = {"ignore_eos": False, "logit_bias": {end: 100.0}, "min_tokens": 2}
+    for stop in ((), (end,), (9,)):
+        answer = generate(ended, [prompt], greedy(30, stop_token_ids=stop, **forced))[0].outputs[0]
+        assert len(answer.token_ids) >= 3 and answer.token_ids.index(end) == len(answer.token_ids) - 1
+        assert (answer.finish_reason, answer.stop_reason) == ("stop", reason)
+    answer = generate(ended, [prompt], greedy(6, allowed_token_ids=[end]))[0].outputs[0]
+    assert (answer.token_ids, answer.finish_reason) == ([end] * 6, "length"), "unless they are ignored"
+    answer = generate(ended, [prompt], greedy(6, allowed_token_ids=[end], stop_token_ids=[end]))[0].outputs[0]
+    assert (answer.token_ids, answer.stop_reason) == ([end], end)
+
+
+def test_defaults_are_the_checkpoints_where_nothing_is_given_and_else_the_callers():
+    """A checkpoint's penalty or top_k is applied unasked, ignored where promised, or only some keys are:
+    lm-evaluation-harness#3154, NeMo-RL#3497, vllm#50767 (C63)."""
+    stated = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1}
+    stated |= {"presence_penalty": 0.5, "frequency_penalty": 0.25}
+    weights = load_file(tiny_folder() / "model.safetensors")
+    folder = write_checkpoint(home() / "own_defaults", tiny_config(), weights)
+    others = {"max_new_tokens": 7, "do_sample": False, "typical_p": None, "transformers_version": "5"}
+    (folder / "generation_config.json").write_text(json.dumps(stated | others))
+    llm, plain = make_llm(folder), make_llm()
+    (prompt,) = random_prompts(12, 20)
+    effective = SamplingParams(**stated, max_tokens=7)
+    assert llm.get_default_sampling_params() == effective != plain.get_default_sampling_params() == SamplingParams()
+    add, seen = llm.engine.add_batch, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm.engine, "add_batch", lambda requests: (seen.extend(requests), add(requests)))
+        llm.generate([prompt], use_tqdm=False)
+        llm.generate([prompt], [effective], use_tqdm=False)
+        list(llm.stream([prompt]))
+        llm.chat([{"role": "user", "content": "and?"}], use_tqdm=False)
+    assert [request.sampling for request in seen] == [effective] * 4
+    (unasked,) = llm.generate([prompt], use_tqdm=False)
+    told = SamplingParams(**stated, max_tokens=7, seed=unasked.seed)
+    assert tokens_of([unasked]) == tokens_of(generate(plain, [prompt], told))
+    neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    neutral |= {"presence_penalty": 0.0, "frequency_penalty": 0.0, "max_tokens": 16}
+    expected = tokens_of(generate(plain, [prompt], SamplingParams(seed=3)))
+    assert expected != tokens_of(generate(plain, [prompt], SamplingParams(**stated, seed=3)))
+    for given in (neutral, {"top_k": -1}, *({name: value} for name, value in neutral.items()), {}):
+        assert tokens_of(generate(llm, [prompt], SamplingParams(seed=3, **given))) == expected
+    check_greedy(generate(llm, [prompt], greedy(12)))
+    found = [
+        one.beam_search([prompt], BeamSearchParams(beam_width=2, max_tokens=3))[0].sequences for one in (llm, plain)
+    ]
+    assert [beam.tokens for beam in found[0]] == [beam.tokens for beam in found[1]]
+    assert llm.score([prompt], [[5, 6]], use_tqdm=False)[0].logprob == pytest.approx(
+        plain.score([prompt], [[5, 6]], use_tqdm=False)[0].logprob, abs=1e-3
+    )
+
+
+def test_defaults_may_come_from_elsewhere_or_nowhere(tmp_path):
+    """C63: and one that is out of range is no reason against a caller who names his own."""
+    (tmp_path / "generation_config.json").write_text(json.dumps({"top_k": 5}))
+    assert make_llm(generation_config=tmp_path).get_default_sampling_params() == SamplingParams(top_k=5)
+    weights = load_file(tiny_folder() / "model.safetensors")
+    folder = write_checkpoint(home() / "bad_defaults", tiny_config(), weights)
+    (folder / "generation_config.json").write_text(json.dumps({"top_p": 0}))
+    assert make_llm(folder, generation_config="vllm").get_default_sampling_params() == SamplingParams()
+    llm = make_llm(folder)
+    with pytest.raises(ValueError, match=r"generation_config\.json: top_p must be in \(0, 1\], got 0"):
+        llm.generate([[5, 6]], use_tqdm=False)
+    check_greedy(generate(llm, [[5, 6]], greedy(3)))
+    with pytest.raises(ValueError, match=r"generation_config\.json is missing"):
+        LLM(tiny_folder(), generation_config=tmp_path / "nowhere", use_tqdm=False)
 
 
 def test_special_tokens_are_shown_on_demand_only(llm):
@@ -235,6 +305,45 @@ def test_a_prefix_beyond_the_prompt_is_cut_to_it_with_one_warning(llm, caplog):
     (record,) = caplog.records
     assert record.getMessage() == "prefix_pos 99 is beyond a prompt of 20 tokens: clamped, here and later"
     assert llm.delete_prefix(prompt) and llm.stats["pinned_pages"] == 0
+
+
+@pytest.mark.parametrize(
+    ("end", "joins"), [("a", True), ("the ", True), ("th", True), ("the oth", True), ("the", False), ("hen\n", False)]
+)
+def test_a_prefix_that_ends_where_tokens_meet_changes_no_id(llm, end, joins):
+    """Prefix and rest are tokenized apart, or the prefix's last token is none of the whole: TensorRT-LLM#18389,
+    prime-rl#1863, vllm#3355 (C61)."""
+    prefix = 6 * "in the hen and other " + end
+    apart = llm.encode(prefix)
+    texts = [prefix + rest for rest in ("nd all", "er", "the end", "\nin", "é, and then", "")]
+    whole = [llm.encode(text) for text in texts]
+    assert any(ids[: len(apart)] != apart for ids in whole) == joins
+    plain = generate(make_llm(), texts, cache_mode="off")
+    for position in (len(apart) - 1, len(apart), None):
+        make_llm()
+        ideal, most = IdealCache(16), 0
+        for text, ids, expected in zip(texts, whole, plain, strict=True):
+            (output,) = generate(llm, text, prefix_pos=position)
+            assert output.prompt_token_ids == ids == expected.prompt_token_ids
+            assert output.outputs == expected.outputs
+            assert cached_of([output]) == [ideal.hits(ids)], "what does not match at the seam lowers the hit alone"
+            most = max(most, ideal.hits(ids))
+            ideal.learn([output])
+        marked = {tuple(ids[: end + 16]) for ids in whole for end in range(0, min(position or 0, len(ids)) - 15, 16)}
+        assert llm.stats["pinned_pages"] == len(marked) and most >= len(apart) - 2
+
+
+def test_text_that_is_tokenized_anew_finds_what_its_ids_share(llm):
+    """C61: a conversation goes on as text, whose ids need not be those that were sampled."""
+    text, ideal, kept = "the hen and the other one, and th", IdealCache(16), []
+    for _ in range(4):
+        (output,) = generate(llm, text, greedy(9, allowed_token_ids=range(4, 272)), prefix_pos=len(llm.encode(text)))
+        assert output.prompt_token_ids == llm.encode(text)
+        assert cached_of([output]) == [ideal.hits(output.prompt_token_ids)]
+        ideal.learn([output])
+        kept.append([*output.prompt_token_ids, *output.outputs[0].token_ids])
+        text += output.outputs[0].text + "e hen and th"
+    assert ideal.hits(llm.encode(text)) >= 48 and llm.encode(text)[: len(kept[-1])] != kept[-1], "and it was not void"
 
 
 def test_salted_requests_share_pages_among_themselves_only(llm):

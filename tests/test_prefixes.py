@@ -205,6 +205,21 @@ def test_text_counts_as_far_as_nothing_behind_it_changes_it(llm, after):
     assert output.num_cached_tokens >= handle.num_pages * 16 > 0
 
 
+def test_an_eos_that_the_tokenizer_adds_ends_a_prompt_and_nothing_before_it(llm, monkeypatch):
+    """Not a prefix, and neither a prompt that is scored nor its continuation."""
+    plain = {text: llm.encode(text) for text in (TEXT, TEXT + "the end", TEXT + "the", "the")}
+    expected = llm.score(TEXT + "the", " end", use_tqdm=False)[0]
+    monkeypatch.setattr(llm.tokenizer, "_add_eos", True)
+    assert llm.encode("the") == [*plain["the"], llm.tokenizer.eos_id]
+    handle = llm.prefixes.add(TEXT)
+    behind, tokens = generate(llm, ["the end", [7, 8]], prefix=handle)
+    assert behind.prompt_token_ids == [*plain[TEXT + "the end"], llm.tokenizer.eos_id] == llm.encode(TEXT + "the end")
+    assert tokens.prompt_token_ids == [*plain[TEXT], 7, 8]
+    (score,) = llm.score(TEXT + "the", " end", use_tqdm=False)
+    assert score.token_ids == expected.token_ids == plain[TEXT + "the end"][len(plain[TEXT + "the"]) :]
+    assert score.token_logprobs == pytest.approx(expected.token_logprobs, abs=1e-3)
+
+
 def test_a_chat_goes_on_behind_its_beginning(llm):
     handle = llm.prefixes.add(CHAT, name="chat").warm()
     question = [{"role": "user", "content": "and?"}]
@@ -354,7 +369,7 @@ def test_several_threads_generate_at_once(llm):
     for i, group in enumerate(groups):
         assert [o.prompt_token_ids for o in outputs[i]] == group
         check_greedy(outputs[i])
-    assert not llm.engine.sequences and not llm._inboxes
+    assert not llm.engine.sequences and not llm._receivers
 
 
 def test_random_lives_of_prefixes(llm):
@@ -584,7 +599,7 @@ def test_a_wish_that_nobody_waits_for_is_not_done(llm):
         with pytest.raises(KeyboardInterrupt):
             generate(llm, [{"prompt_token_ids": [5, 6], "request_id": "mine"}])
     llm.engine.step()
-    assert not llm.engine.sequences and not llm._inboxes
+    assert not llm.engine.sequences and not llm._receivers
 
 
 @pytest.mark.parametrize("host_memory_gib", [0.0, 0.01])

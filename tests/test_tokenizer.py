@@ -14,7 +14,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import CHAT_TEMPLATE, tiny_config, tiny_tokenizer, tiny_weights, write_checkpoint, write_tiny_model
-from tokenizers import AddedToken, decoders, models, processors
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from prefix_jax.tokenizer import IncrementalDecoder, Tokenizer
 
@@ -74,6 +74,22 @@ def test_no_character_is_cut_at_any_point_of_a_byte_fallback_text():
     """C57: exo#1691, ferrox#124, dynamo#12630."""
     tokenizer = Tokenizer(byte_fallback_backend(), bos_id=1)
     check_every_cut(tokenizer, "a你b👩‍👩‍👧‍👦é")
+
+
+@pytest.mark.parametrize("byte_fallback", [True, False])
+def test_no_character_is_cut_at_any_point_of_a_unigram_text(byte_fallback):
+    """C57, C59: of SentencePiece's other kind. Without bytes what it does not know is <unk>, in every text alike."""
+    pieces = ["▁", "▁Hello", "▁world", "Hello", "world", "a", "b", ",", "é", "你", "好", "▁12", "3", "🙂"]
+    vocab = [("<unk>", 0.0), *((f"<0x{byte:02X}>", -20.0) for byte in range(256 * byte_fallback))]
+    vocab += [(piece, -1.0 - index / 10) for index, piece in enumerate(pieces)]
+    backend = tokenizers.Tokenizer(models.Unigram(vocab, unk_id=0, byte_fallback=byte_fallback))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
+    tokenizer = Tokenizer(backend)
+    text = "Hello world, a你好 b🙂 123 é  world"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    check_every_cut(tokenizer, text)
+    check_every_cut(tokenizer, TEXT if byte_fallback else "Hello xyz world 👩‍👩‍👧‍👦, a")
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -143,11 +159,15 @@ def test_a_whole_output_takes_few_decode_calls_however_long_it_is(backend):
     assert text == "".join(deltas(tokenizer, ids[:100], ids[100:]))
 
 
-@pytest.mark.parametrize("tokens", [["<|user|>"], [299], ["</s>"], ["<0xC3>", "<0xA9>"]], ids=str)
+@pytest.mark.parametrize(
+    "tokens",
+    [["<|user|>"], [299], ["</s>"], ["<0xC3>", "<0xA9>"], ["Ģ"], ["ð"], ["<0xFF>"], ["<0x80>"], ["<0xFF>", "<0xC3>"]],
+    ids=str,
+)
 def test_ids_without_text_and_bytes_cost_no_more_than_others(tokens, monkeypatch):
-    """Ends of text that go on under ignore_eos, ids that the tokenizer lacks, a script spelled in bytes: a decoder that
-    looks back over all of them takes minutes, and everybody waits."""
-    of_bytes = {"</s>", "<0xC3>"} & set(tokens)
+    """Ends of text that go on under ignore_eos, ids that the tokenizer lacks, a script spelled in bytes, bytes that are
+    no text: a decoder that looks back over all of them takes minutes, and everybody waits."""
+    of_bytes = any(str(token).startswith(("</s>", "<0x")) for token in tokens)
     tokenizer = Tokenizer(byte_fallback_backend() if of_bytes else tiny_tokenizer())
     ids = [tokenizer._backend.token_to_id(token) if isinstance(token, str) else token for token in tokens] * 500
     decode, lengths = IncrementalDecoder._decode, []
@@ -157,6 +177,26 @@ def test_ids_without_text_and_bytes_cost_no_more_than_others(tokens, monkeypatch
         decoder.push(token_id)
     decoder.flush()
     assert sum(lengths) < 60_000, "of windows decoded"
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_broken_characters_without_an_end_read_as_if_all_were_remembered(seed, monkeypatch):
+    """C57, C58: where the decoder forgets those far back, each delta is what it would be."""
+    rng = random.Random(seed)
+    for backend, smile, byte_ids in [
+        (tiny_tokenizer(), tiny_tokenizer().encode("😀你é a").ids, range(4 + 94, 260)),
+        (byte_fallback_backend(), [*(3 + byte for byte in "😀你é".encode()), 262], range(3 + 128, 259)),
+    ]:
+        tokenizer, ids = Tokenizer(backend), []
+        while len(ids) < 400:
+            ids += [rng.choice(byte_ids)] * rng.randrange(60) + smile[: rng.randrange(len(smile) + 1)]
+            ids += rng.choices(byte_ids, k=rng.randrange(40)) + smile * rng.randrange(6)
+        parts = deltas(tokenizer, [], ids)
+        if isinstance(backend.decoder, decoders.ByteLevel):
+            assert tokenizer.decode(ids) == "".join(parts)
+        with monkeypatch.context() as patch:
+            patch.setattr("prefix_jax.tokenizer._CONTEXT_LEN", 10**6)
+            assert deltas(tokenizer, [], ids) == parts
 
 
 def test_the_leading_space_of_an_output_is_kept_and_none_is_added():
@@ -209,7 +249,33 @@ def test_a_tokenizer_that_adds_eos_adds_bos_once():
         single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
     )
     tokenizer = Tokenizer(backend, special_tokens={"bos_token": "<s>", "eos_token": "</s>"})
-    assert tokenizer.encode("a") == tokenizer.encode("<s>a") == [1, 262, 2]
+    assert tokenizer.encode("a") == tokenizer.encode("<s>a") == tokenizer.encode("a</s>") == [1, 262, 2]
+    assert tokenizer.encode("a", goes_on=True) == [1, 262] and tokenizer.encode("") == [1, 2]
+    assert tokenizer.encode_beginning("a b") == [1, 262], "nobody knows where the end will be"
+
+
+@pytest.mark.parametrize("adds_bos", [True, False, None])
+@pytest.mark.parametrize("adds_eos", [True, False, None])
+@pytest.mark.parametrize("processor", ["<s> $A", "$A </s>", "<s> $A </s>", None])
+def test_a_folder_says_whether_bos_and_eos_are_added(processor, adds_bos, adds_eos, tmp_path):
+    """C60: what tokenizer_config.json says overrules the post-processor, as in transformers, and outlives a copy."""
+    backend = byte_fallback_backend(post_processor=False)
+    if processor is not None:
+        ids = [(text, backend.token_to_id(text)) for text in ("<s>", "</s>")]
+        backend.post_processor = processors.TemplateProcessing(single=processor, special_tokens=ids)
+    folder = write_tiny_model(tmp_path / "from", num_layers=1)
+    backend.save(str(folder / "tokenizer.json"))
+    stated = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": adds_bos, "add_eos_token": adds_eos}
+    (folder / "tokenizer_config.json").write_text(json.dumps(stated))
+    tokenizer = Tokenizer.load(folder)
+    begins = "<s>" in (processor or "") if adds_bos is None else adds_bos
+    ends = "</s>" in (processor or "") if adds_eos is None else adds_eos
+    assert tokenizer.encode("ab") == [1] * begins + [262, 263] + [2] * ends
+    assert tokenizer.encode_rendered("ab") == [262, 263] and tokenizer.encode("ab", goes_on=True)[-1] == 263
+    (tmp_path / "to").mkdir()
+    tokenizer.save(tmp_path / "to")
+    assert Tokenizer.load(tmp_path / "to").encode("ab</s>") == [1] * begins + [262, 263, 2]
+    assert Tokenizer.load(tmp_path / "to").encode("ab") == tokenizer.encode("ab")
 
 
 def rewrite(path: Path, **changes) -> None:
