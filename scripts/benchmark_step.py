@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from ceilings import measure_ceilings, seconds_per_call
 from jax.sharding import Mesh
-from profiles import profiled, time_shares
+from profiles import profile_figures, profiled, time_shares
 from render_results import Figure, device_name, write_results
 from rooflines import decode_bytes, prefill_operations
 
@@ -199,15 +199,19 @@ def idle_shares(llm: LLM, batch: int, context: int, repeats: int) -> list[float]
     return shares
 
 
-def first_token_times(llm: LLM, cached: int, new: int, repeats: int) -> list[float]:
-    """Milliseconds to the only token of one request whose first `cached` tokens the cache holds."""
-    rng = np.random.default_rng(2)
-    draw = lambda n: rng.integers(0, llm.model_config.vocab_size, n).tolist()  # noqa: E731
-    prefix, params = draw(cached), SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
-    llm.generate([[*prefix, *draw(1)]], params, use_tqdm=False)
+def first_token_times(llm: LLM, cached: int, new: int, repeats: int, seed: int) -> list[float]:
+    """Milliseconds to the only token of one request whose first `cached` tokens, always the same, the cache holds. No
+    seed twice: the others would be there too."""
+    draw = lambda n, rng: rng.integers(0, llm.model_config.vocab_size, n).tolist()  # noqa: E731
+    prefix, params = (
+        draw(cached, np.random.default_rng(2)),
+        SamplingParams(temperature=0, max_tokens=1, ignore_eos=True),
+    )
+    rng = np.random.default_rng([2, seed])
+    llm.generate([[*prefix, *draw(1, rng)]], params, use_tqdm=False)
     spent = []
     for _ in range(repeats):
-        prompt = [*prefix, *draw(new)]
+        prompt = [*prefix, *draw(new, rng)]
         started = time.perf_counter()
         (output,) = llm.generate([prompt], params, use_tqdm=False)
         spent.append((time.perf_counter() - started) * 1e3)
@@ -218,18 +222,23 @@ def first_token_times(llm: LLM, cached: int, new: int, repeats: int) -> list[flo
 def first_token_figures(llm: LLM, args) -> Iterator[Figure]:
     """One request of which 16 tokens are new: its whole time, and of that the device's, against a decode step."""
     runner, length, new = llm.engine.runner, args.prefill, 16
-    chunks = {"decode step, B = 1": [(args.context - 1, 1)], f"step of {new} new tokens": [(length, new)]}
-    steps = {}
-    for what, chunk in chunks.items():
-        work = make_batch(runner.batcher, runner.num_pages, chunk, runner.config.vocab_size)
-        steps[what] = statistics.median(time_step(runner, work, args.calls, args.repeats)) * 1e3
-    runner.reset()
-    first = first_token_times(llm, length, new, args.repeats)
     what = f"time to first token, {length} of {length + new} tokens cached, one request"
+    single, alone = (
+        make_batch(runner.batcher, runner.num_pages, [chunk], runner.config.vocab_size)
+        for chunk in ((args.context - 1, 1), (length, new))
+    )
+    single_ms, alone_ms = (
+        statistics.median(time_step(runner, work, args.calls, args.repeats)) * 1e3 for work in (single, alone)
+    )
+    again = once_more(alone)
+    yield from profile_figures(f"{what}: the step alone", lambda: jax.block_until_ready(runner.dispatch(again)))
+    runner.reset()
+    first = first_token_times(llm, length, new, args.repeats, 0)
     yield Figure.median(what, first, "ms")
-    single, alone = steps.values()
-    yield Figure(f"{what}: the step alone", alone, "ms")
-    yield Figure.median(f"{what} ÷ decode step, B = 1", [ms / single for ms in first], "x", must=2, aim=1.5)
+    yield Figure(f"{what}: the step alone", alone_ms, "ms")
+    yield Figure.median(f"{what} ÷ decode step, B = 1", [ms / single_ms for ms in first], "x", must=2, aim=1.5)
+    asked = f"{what}, asked {args.repeats} times"
+    yield from profile_figures(asked, lambda: first_token_times(llm, length, new, args.repeats, 1))
 
 
 def step_runner(model: str, dtype: str, steps: SequenceOf[tuple[int, int]], num_devices: int = 1) -> Runner:

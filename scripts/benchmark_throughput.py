@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import workloads
-from profiles import profiled, time_shares
+from profiles import profile_figures
 from render_results import Figure, device_name
 from runs import ALL_ON, GROUPED, OFF, VOID, Arm, Bench, add_engine_options, gain, make_bench, write_figures
 from workloads import Workload, text_encoder
@@ -180,7 +180,8 @@ def table_figures(
             over = [rate / peer for rate in figures[0].repeats]
             yield Figure.median(f"{what} ÷ {PEER}'s", over, "x", better="higher")
         if profile and not figures[0].reached:
-            yield from profile_figures(bench, what, workload, line.arm)
+            fewer = dataclasses.replace(workload, items=workload.items[:NUM_RUNNING])  # as many as run at once
+            yield from profile_figures(what, lambda fewer=fewer, line=line: bench.run(fewer, line.arm))
         if line.has_off:
             yield from arm_figures(bench, f"{what}, {OFF.name}", workload, OFF, runs[OFF])
             share = bench.share(what, workload, OFF, runs[OFF])
@@ -196,17 +197,6 @@ def arm_figures(bench: Bench, what: str, workload: Workload, arm: Arm, runs, goa
         yield from bench.hits(what, workload, runs)
     if preempted := [run.num_preemptions for run in runs if run.num_preemptions]:
         yield Figure(f"{what}: preemptions, at most", max(preempted), "")
-
-
-def profile_figures(bench: Bench, what: str, workload: Workload, arm: Arm) -> Iterator[Figure]:
-    """Of as many requests as run at once, in percent of the time from the first kernel to the last: how long none ran,
-    and what took most. Nothing without a GPU."""
-    workload = dataclasses.replace(workload, items=workload.items[:NUM_RUNNING])
-    if events := profiled(lambda: bench.run(workload, arm)):
-        idle, shares = time_shares(events)
-        yield Figure(f"{what}: profile, device idle", 100 * idle, "%")
-        for name, share in shares.most_common(8):
-            yield Figure(f"{what}: profile, {name}", 100 * share, "%")
 
 
 # One dataset ----------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 from jax.profiler import ProfileData
+from render_results import Figure
 
 Event = tuple[str, float, float]  # name, start and end in nanoseconds
 
@@ -42,3 +43,13 @@ def time_shares(events: list[Event]) -> tuple[float, Counter[str]]:
         spent[re.sub(r"[_.]?\d+", "", name)[:60]] += end - start
     span = max(1.0, reached - first)
     return 1 - busy / span, Counter({name: time / span for name, time in spent.items()})
+
+
+def profile_figures(what: str, call: Callable[[], object]) -> Iterator[Figure]:
+    """In percent of the time from the first kernel to the last: how long none ran, and what took most. Nothing without
+    a GPU."""
+    if events := profiled(call):
+        idle, shares = time_shares(events)
+        yield Figure(f"{what}: profile, device idle", 100 * idle, "%")
+        for name, share in shares.most_common(8):
+            yield Figure(f"{what}: profile, {name}", 100 * share, "%")

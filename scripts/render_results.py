@@ -17,6 +17,7 @@ import jax
 FOLDER = Path(__file__).resolve().parents[1] / "benchmarks" / "results"
 README = FOLDER.parents[1] / "README.md"
 START, END = "<!-- measured: scripts/render_results.py writes this -->", "<!-- end -->"
+SCALING_START, SCALING_END = "<!-- scaling: scripts/render_results.py writes this -->", "<!-- end of scaling -->"
 PACKAGES = ("prefix-jax", "jax", "jaxlib", "flax", "numpy")
 
 
@@ -185,8 +186,8 @@ def device_name(platform: str | None = None) -> str:
 def render_readme(text: str, folder: Path = FOLDER) -> str:
     """The README with the tables and pictures of all result files between its two markers; of long ones, the rows with
     a goal."""
-    before, _, rest = text.partition(START)
-    _, _, after = rest.partition(END)
+    if (two := folder / "two_gpus.json").exists():
+        text = _between(text, SCALING_START, SCALING_END, scaling_sentence(json.loads(two.read_text(encoding="utf-8"))))
     tables = []
     for path in sorted(folder.glob("*.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -197,7 +198,25 @@ def render_readme(text: str, folder: Path = FOLDER) -> str:
         title = f"`{content['command']}`, {content['device']}, {versions}, {content['date']}:"
         picture = f"\n\n![{path.stem}](benchmarks/results/{path.stem}.png)" if path.with_suffix(".png").exists() else ""
         tables.append(f"{title}\n\n{table(shown)}{rest}{picture}")
-    return f"{before}{START}\n{chr(10).join(f'{block}{chr(10)}' for block in tables)}{END}{after}"
+    return _between(text, START, END, "\n".join(f"{block}\n" for block in tables))
+
+
+def scaling_sentence(content: Mapping) -> str:
+    """How many times as fast two devices are as one, of each model that ran on both."""
+    gains: dict[str, list[str]] = {}
+    for row in content["rows"]:
+        what, found, _ = row["what"].partition(": times as fast on two GPUs")
+        model, _, work = what.partition(", ")
+        if found and (work.startswith("prefill") or work == "decode step, B = 64"):
+            gains.setdefault(model, []).append(f"{row['value']:.2f} ({work})")
+    models = "; ".join(f"{model} {', '.join(of_model)}" for model, of_model in sorted(gains.items()))
+    return f"{content['device']}, times as fast as one: {models}.\n"
+
+
+def _between(text: str, start: str, end: str, new: str) -> str:
+    """The text with `new` between its two markers; as it is where it has none."""
+    before, found, rest = text.partition(start)
+    return f"{before}{start}\n{new}{end}{rest.partition(end)[2]}" if found else text
 
 
 if __name__ == "__main__":

@@ -753,7 +753,7 @@ def test_every_wish_is_set_against_plain_greedy(scripts, bench):
 
 def test_a_profile_without_a_gpu_is_empty(bench):
     made = workloads.random_lengths([(5, 2)], vocab_size=300, seed=0)
-    assert list(benchmark_throughput.profile_figures(bench, "x", made, ALL_ON)) == []
+    assert list(profiles.profile_figures("x", lambda: bench.run(made, ALL_ON))) == []
 
 
 @pytest.mark.slow
@@ -799,6 +799,18 @@ def test_the_readmes_table_shows_rows_with_goals_of_long_files(tmp_path):
     assert "\n\n![many](benchmarks/results/many.png)\n" in render_results.render_readme(text, tmp_path)
     (tmp_path / "many.png").unlink()
     assert render_results.render_readme(shown, tmp_path) == shown
+
+
+def test_the_readmes_scaling_sentence(tmp_path):
+    gain = "llama-2-13b, {}: times as fast on two GPUs"
+    rows = [
+        Figure(gain.format(work), 1.234, "x") for work in ("decode step, B = 1", "decode step, B = 64", "prefill step")
+    ]
+    render_results.write_results("two_gpus", rows, command="make x", device="2 x a card", folder=tmp_path)
+    text = f"{render_results.SCALING_START}\nold\n{render_results.SCALING_END}"
+    assert render_results.render_readme(text, tmp_path).splitlines()[1:-1] == [
+        "2 x a card, times as fast as one: llama-2-13b 1.23 (decode step, B = 64), 1.23 (prefill step)."
+    ]
 
 
 def test_two_gpus_are_compared_by_what_both_ran():
