@@ -24,6 +24,7 @@ from pathlib import Path
 import workloads
 from benchmark_step import MODELS
 from benchmark_throughput import add_dataset_options, describe, make_workload
+from processes import printed
 from render_results import FOLDER, Figure, Results, device_name, own_command
 from runs import ALL_ON, add_engine_options, finish, make_bench
 from workloads import Item, Workload
@@ -199,16 +200,12 @@ def hf_config(config: LlamaConfig) -> dict:
 
 def run_apart(name: str, file: Path, arguments: Sequence[str], seconds: float) -> list[dict]:
     """What a process of its own has printed, as far as it came."""
-    command = [sys.executable, __file__, *arguments, "--run", name, "--workload", str(file)]
+    found = []
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=seconds)
-        printed, ended = done.stdout, f"ended with {done.returncode}"
-    except subprocess.TimeoutExpired as error:
-        printed = error.stdout.decode() if isinstance(error.stdout, bytes) else error.stdout or ""
-        ended = f"was stopped after {seconds:.0f} s"
-    found = [json.loads(line) for line in printed.splitlines() if line.startswith("{") and line.endswith("}")]
-    if not ended.endswith("with 0"):
-        print(f"{name} {ended}, {len(rates_of(found))} runs done", file=sys.stderr)
+        for row in printed([__file__, *arguments, "--run", name, "--workload", str(file)], seconds=seconds):
+            found.append(row)
+    except subprocess.CalledProcessError as error:
+        print(f"{name}, {len(rates_of(found))} runs done: {error}", file=sys.stderr)
     return found
 
 

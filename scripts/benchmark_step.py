@@ -19,14 +19,16 @@ import time
 from array import array
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from ceilings import measure_ceilings, seconds_per_call
 from jax.sharding import Mesh
+from processes import printed
 from profiles import profile_figures, profiled, time_shares
-from render_results import Figure, device_name, write_results
+from render_results import FOLDER, Figure, Results, device_name
 from rooflines import decode_bytes, prefill_operations
 
 from pallas_kernels import default_implementation
@@ -314,6 +316,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="the file's other rows stay")
     parser.add_argument("--cache", metavar="FOLDER", help="for the compilation cache: an empty one, which stays")
+    parser.add_argument("--folder", type=Path, help="where the file goes (default: benchmarks/results)")
     parser.add_argument("--measure", action="store_true", help="print the figures of one process as JSON, no more")
     parser.add_argument("--first-token", action="store_true", help="only start an engine and ask it for one token")
     args = parser.parse_args()
@@ -325,27 +328,32 @@ def main() -> None:
             print(json.dumps(dataclasses.asdict(found) if isinstance(found, Figure) else found), flush=True)
         return
 
-    # Each process has the device to itself; the second finds the executables of the first. What one has measured before
-    # it fails is not lost.
+    # The second process finds the executables of the first. What one has measured before it fails is not lost.
+    failed = False
     with contextlib.ExitStack() as stack:
         cache = args.cache or stack.enter_context(tempfile.TemporaryDirectory())
         if os.path.isdir(cache) and os.listdir(cache):
             parser.error(f"--cache {cache} is not empty")
-        env = os.environ | {"JAX_COMPILATION_CACHE_DIR": cache}
-        command = [sys.executable, __file__, *sys.argv[1:], "--measure"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, env=env, text=True) as measured:
-            lines = [print(line, end="", flush=True) or json.loads(line) for line in measured.stdout]
-        ceilings, *rows = lines
-        rows = [Figure(**row) for row in rows]
+        env = {"JAX_COMPILATION_CACHE_DIR": cache}
+        rows = printed([__file__, *sys.argv[1:], "--measure"], env=env)
+        ceilings = next(rows)
+        device, keep = ceilings.pop("device"), len(args.only) < len(PARTS)
+        results = Results("step", device=device, ceilings=ceilings, keep=keep, folder=args.folder or FOLDER)
+        try:
+            for row in rows:
+                results.add(Figure(**row))
+        except subprocess.CalledProcessError as error:
+            print(error, file=sys.stderr)
+            failed = True
         started = time.time()
         command = [sys.executable, __file__, "--model", args.model, "--dtype", args.dtype, "--first-token"]
-        starting = subprocess.run(command, env=env)
-    if not starting.returncode:
-        what = "process start to first token, compilation cache filled"
-        rows.append(Figure(what, time.time() - started, "s", must=40, aim=20))
-    keep = len(args.only) < len(PARTS)
-    write_results("step", rows, device=ceilings.pop("device"), ceilings=ceilings, keep=keep)
-    raise SystemExit(measured.returncode or starting.returncode)
+        if subprocess.run(command, env=os.environ | env).returncode:
+            failed = True
+        else:
+            what = "process start to first token, compilation cache filled"
+            results.add(Figure(what, time.time() - started, "s", must=40, aim=20))
+    results.close()
+    raise SystemExit(failed)
 
 
 if __name__ == "__main__":

@@ -16,13 +16,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
 import numpy as np
 from benchmark_step import LONGEST, MODELS, make_batch, once_more, step_runner, time_step
 from benchmark_throughput import NUM_RUNNING, shared_prefix
+from processes import printed
 from profiles import profiled, time_shares
 from render_results import FOLDER, Figure, Results, device_name, own_command
 from runs import ALL_ON, AUTOMATIC, OFF, Bench
@@ -186,7 +187,7 @@ def parts_at_tie(a: CompletionOutput, b: CompletionOutput) -> bool:
 # The process that starts them ----------------------------------------------------------------------------------------
 
 
-def processes(args: argparse.Namespace) -> list[tuple[str, str, str]]:
+def planned(args: argparse.Namespace) -> list[tuple[str, str, str]]:
     """Models, numbers of devices and kinds, one process for each."""
     engines = [engine for engine in ENGINES if args.models is None or engine[0] in args.models]
     engines = engines or [(model, num) for model in args.models for num in (1, 2)]
@@ -194,24 +195,6 @@ def processes(args: argparse.Namespace) -> list[tuple[str, str, str]]:
     found += [(model, 2, "in-graph") for model, num in engines if num == 2 and jax.devices()[0].platform != "cpu"]
     found += [(engines[0][0], 2, "side-by-side"), *((shape, 2, "same") for shape in SAME)]
     return [(model, str(num), kind) for model, num, kind in found if kind in args.kinds]
-
-
-def run_apart(arguments: Sequence[str], env: Mapping[str, str], seconds: float) -> Iterator[Figure]:
-    """What a process of its own measures, as it comes. It is stopped after so long, and with this one."""
-    with subprocess.Popen(
-        [sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True, env=os.environ | env
-    ) as process:
-        timer = threading.Timer(seconds, process.kill)
-        timer.start()
-        try:
-            for line in process.stdout:
-                if line.startswith("{"):
-                    yield Figure(**json.loads(line))
-        finally:
-            timer.cancel()
-            process.kill()  # if something ended the loop before it was done: no one else may find the devices taken
-    if process.returncode:
-        print(f"{' '.join(arguments)} ended with {process.returncode}", file=sys.stderr)
 
 
 def environment(model: str, kind: str) -> dict[str, str]:
@@ -275,10 +258,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         keep=args.keep,
     )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    for model, num_devices, kind in processes(args):
-        arguments = [*argv, "--run", model, num_devices, kind]
-        for figure in run_apart(arguments, environment(model, kind), args.seconds):
-            results.add(figure)
+    for model, num_devices, kind in planned(args):
+        arguments = [__file__, *argv, "--run", model, num_devices, kind]
+        try:
+            for row in printed(arguments, env=environment(model, kind), seconds=args.seconds):
+                results.add(Figure(**row))
+        except subprocess.CalledProcessError as error:
+            print(error, file=sys.stderr)
     results.add(*ratio_figures([*results.kept, *results.rows]))
     results.close()
     return 0

@@ -19,6 +19,7 @@ import benchmark_prefix_caching
 import benchmark_serving
 import benchmark_throughput
 import benchmark_two_gpus
+import processes
 import profiles
 import pytest
 import render_results
@@ -831,7 +832,7 @@ def test_two_gpus_are_compared_by_what_both_ran():
 
 def test_one_process_for_each_engine_of_the_table():
     arguments = argparse.Namespace(models=["llama-2-70b", "llama-2-13b"], kinds=["workload", "same"])
-    assert benchmark_two_gpus.processes(arguments) == [
+    assert benchmark_two_gpus.planned(arguments) == [
         ("llama-2-13b", "1", "workload"),
         ("llama-2-13b", "2", "workload"),
         ("llama-2-70b", "2", "workload"),
@@ -840,22 +841,28 @@ def test_one_process_for_each_engine_of_the_table():
     ]
     arguments = argparse.Namespace(models=["tiny"], kinds=["steps", "side-by-side"])
     want = [("tiny", "1", "steps"), ("tiny", "2", "steps"), ("tiny", "2", "side-by-side")]
-    assert benchmark_two_gpus.processes(arguments) == want
+    assert benchmark_two_gpus.planned(arguments) == want
 
 
-def test_a_process_that_measures_ends_with_what_reads_it(monkeypatch, tmp_path):
+def test_a_process_that_measures_ends_with_what_reads_it(monkeypatch):
     """Nobody finds the devices taken by a process whose reader is gone."""
-    script = tmp_path / "endless.py"
-    script.write_text('import time\nprint(\'{"what": "a", "value": 1, "unit": "s"}\', flush=True)\ntime.sleep(600)')
     started, begin = [], subprocess.Popen.__init__
-    monkeypatch.setattr(benchmark_two_gpus, "__file__", str(script))
     monkeypatch.setattr(
         subprocess.Popen, "__init__", lambda self, *a, **k: started.append(self) or begin(self, *a, **k)
     )
-    figures = benchmark_two_gpus.run_apart([], {}, seconds=600)
-    assert next(figures) == Figure("a", 1, "s")
-    figures.close()
+    script = """import os, sys, time; print('{"a": 1}\\n{cut\\n{"b": ' + os.environ["B"] + "}", flush=True); {end}"""
+    endless = processes.printed(["-c", script.replace("{end}", "time.sleep(600)")], env={"B": "2"})
+    assert next(endless) == {"a": 1}
+    endless.close()
     assert started[0].returncode == -9
+    stopped = processes.printed(["-c", script.replace("{end}", "time.sleep(600)")], env={"B": "2"}, seconds=2)
+    failed = processes.printed(["-c", script.replace("{end}", "sys.exit(3)")], env={"B": "2"})
+    for rows, code in ((stopped, -9), (failed, 3)):
+        assert [next(rows), next(rows)] == [{"a": 1}, {"b": 2}]
+        with pytest.raises(subprocess.CalledProcessError) as ended:
+            next(rows)
+        assert ended.value.returncode == code
+    assert list(processes.printed(["-c", script.replace("{end}", "")], env={"B": "2"})) == [{"a": 1}, {"b": 2}]
 
 
 @pytest.mark.parametrize(("gap", "ties"), [(2e-5, True), (2e-3, False)])
