@@ -30,7 +30,7 @@ from tiny_models import (
     write_tiny_model,
 )
 
-from prefix_jax import weights
+from prefix_jax import LLM, SamplingParams, weights
 from prefix_jax.checkpoint import CheckpointError
 from prefix_jax.models.llama import Llama, LlamaConfig, rope_frequencies
 from prefix_jax.stored_tensors import gguf_config, safetensors_in, write_safetensors
@@ -491,6 +491,30 @@ def test_a_gguf_file_becomes_a_folder_of_the_same_model(tmp_path):
         text = "the cat and 3 é 🙂<|end|>"
         assert (one.encode(text), one.bos_id, one.eos_ids) == (other.encode(text), other.bos_id, other.eos_ids)
     assert same_bits(tensors_in(tmp_path / "safetensors"), tiny_weights(config))
+
+
+@pytest.mark.slow
+def test_smollm2_says_the_same_from_its_gguf_file_and_converted(tmp_path, default_model):
+    """From GGUF to Orbax to safetensors: weights, tokenizer and chat template."""
+    llm = LLM(default_model, dtype="float32", num_pages=16, max_model_len=96, max_num_seqs=1,
+              max_num_batched_tokens=64, use_tqdm=False)  # fmt: skip
+    chat = [{"role": "user", "content": "How much is 12 and 30? Où est l'été?"}]
+    params = SamplingParams(temperature=0, max_tokens=12)
+
+    def says():
+        (output,) = llm.generate([Tokenizer.load(source).encode_chat(chat)], params, use_tqdm=False)
+        assert output.num_cached_tokens == 0
+        return output.prompt_token_ids, output.outputs[0].token_ids, llm.engine.runner.fingerprint
+
+    source = default_model
+    want = says()
+    assert len(set(want[1])) > 5
+    for kind in ("orbax", "safetensors"):
+        convert(source, tmp_path / kind, kind)
+        source = tmp_path / kind
+        llm.load_weights(source)
+        llm.reset_prefix_cache()
+        assert says() == want
 
 
 def orbax_of(tmp_path: Path) -> Path:
