@@ -7,7 +7,6 @@ little else is held meanwhile. No jax: what is to become of a tensor is the read
 import itertools
 import json
 import math
-import mmap
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -52,10 +51,11 @@ class StoredTensor:
 
 
 def _to_fill(shape: Shape, dtype: np.dtype) -> np.ndarray:
-    """Memory of whole pages: on a CPU JAX takes an array as it is where it begins at a multiple of 64 bytes, and copies
-    any other."""
-    count = math.prod(shape)
-    return np.frombuffer(mmap.mmap(-1, max(1, count * dtype.itemsize)), dtype, count).reshape(shape)
+    """Memory that begins at a multiple of 64 bytes: on a CPU JAX takes such an array as it is, and copies any other."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    memory = np.empty(nbytes + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + nbytes].view(dtype).reshape(shape)
 
 
 # Safetensors ----------------------------------------------------------------------------------------------------------
