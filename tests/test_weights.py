@@ -226,11 +226,20 @@ def quantized(weight: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray
 
 
 def write_gguf(
-    path: Path, config: dict, weights: dict, *, quantization=None, divisors=None, architecture="llama", tokens=False
+    path: Path, config: dict, weights: dict, *, quantization=None, divisors=None, architecture="llama", tokens=None
 ):
-    """The checkpoint as llama.cpp's converter writes it; tokens: with the tiny tokenizer."""
+    """The checkpoint as llama.cpp's converter writes it; tokens: "gpt2" for the tiny tokenizer, "llama" for some of
+    SentencePiece's."""
     writer = gguf.GGUFWriter(path, architecture)
-    if tokens:
+    if tokens == "llama":
+        pieces = ["▁", "a", "t", "at", "▁c", "▁cat", "c", "ca"]
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces])
+        writer.add_token_scores([0.0] * 259 + [-float(rank) for rank in range(len(pieces))])
+        writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * len(pieces))
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(2)
+    elif tokens:
         model = json.loads(tiny_tokenizer().to_str())["model"]
         texts = sorted(model["vocab"], key=model["vocab"].get)
         writer.add_tokenizer_model("gpt2")
@@ -477,10 +486,11 @@ def test_a_large_checkpoint_becomes_several_files(tmp_path):
     assert same_bits(tensors_in(target), tiny_weights(config))
 
 
-def test_a_gguf_file_becomes_a_folder_of_the_same_model(tmp_path):
-    """Tensors, RoPE divisors and sizes; where nothing is quantised every bit stays: C66, C73."""
+@pytest.mark.parametrize("tokens", ["gpt2", "llama"])
+def test_a_gguf_file_becomes_a_folder_of_the_same_model(tmp_path, tokens):
+    """Tensors, RoPE divisors, sizes and tokenizer; where nothing is quantised every bit stays: C66, C73."""
     config = tiny_config(head_dim=32)
-    path = write_gguf(tmp_path / "model.gguf", config, tiny_weights(config), divisors=LLAMA3_DIVISORS, tokens=True)
+    path = write_gguf(tmp_path / "model.gguf", config, tiny_weights(config), divisors=LLAMA3_DIVISORS, tokens=tokens)
     for kind in ("orbax", "safetensors"):
         assert main([str(path), str(tmp_path / kind), "--to", kind]) == 0
         assert leaves_equal(load(path), load(tmp_path / kind))
@@ -562,7 +572,7 @@ def test_a_gguf_file_that_takes_anothers_place_is_read_anew(tmp_path):
     """C10: the same path, other weights."""
     config = tiny_config()
     path, other = (
-        write_gguf(tmp_path / f"{seed}.gguf", config, tiny_weights(config, seed), tokens=True) for seed in (0, 7)
+        write_gguf(tmp_path / f"{seed}.gguf", config, tiny_weights(config, seed), tokens="gpt2") for seed in (0, 7)
     )
     first = load(path)
     shutil.copy(other, tmp_path / "download")
