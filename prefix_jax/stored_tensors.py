@@ -1,7 +1,7 @@
 """Tensors where they lie, by their Hugging Face names: safetensors, one file or many, GGUF files, Orbax folders.
 
-They are listed first, with shapes and dtypes, and then read one at a time, each into memory of its own. No jax: what is
-to become of a tensor is the reader's business.
+They are listed first, with shapes and dtypes, and then read one at a time, each piece by piece into memory of its own:
+little else is held meanwhile. No jax: what is to become of a tensor is the reader's business.
 """
 
 import itertools
@@ -31,7 +31,8 @@ REDUNDANT_SUFFIX = "rotary_emb.inv_freq"  # a buffer that follows from the confi
 SAFETENSORS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ORBAX = "orbax"  # in a model's folder: its weights as an Orbax checkpoint
 GGUF_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-DEQUANTIZED_AT_ONCE = 2**22  # values: what the gguf package needs meanwhile is several times that
+READ_AT_ONCE = 2**22  # bytes of Orbax's files
+DEQUANTIZED_AT_ONCE = 2**18  # values: what the gguf package needs meanwhile is several times that
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,14 @@ class StoredTensor:
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+
+def _to_fill(shape: Shape, dtype: np.dtype) -> np.ndarray:
+    """Memory that begins at a multiple of 64 bytes: on a CPU JAX takes such an array as it is, and copies any other."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    memory = np.empty(nbytes + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    return memory[start : start + nbytes].view(dtype).reshape(shape)
 
 
 # Safetensors ----------------------------------------------------------------------------------------------------------
@@ -91,11 +100,12 @@ def _safetensors_file(path: Path) -> dict[str, StoredTensor]:
 
 def _read_span(path: Path, name: str, start: int, dtype: np.dtype, shape: Shape) -> np.ndarray:
     """By plain reading: pages of a mapped file would count as memory beside the tensor itself."""
-    count = math.prod(shape)
-    values = np.fromfile(path, dtype, count, offset=start)
-    if len(values) != count:
-        raise CheckpointError(f"{path}: {name} is cut short")
-    return values.reshape(shape)
+    values = _to_fill(shape, dtype)
+    with path.open("rb") as file:
+        file.seek(start)
+        if file.readinto(values.reshape(-1).view(np.uint8)) != values.nbytes:
+            raise CheckpointError(f"{path}: {name} is cut short")
+    return values
 
 
 def write_safetensors(
@@ -153,26 +163,35 @@ def _gguf_dtype(tensor: Any) -> np.dtype:
 
 
 def _read_gguf_tensor(path: Path, tensor: Any, shape: Shape, num_heads: int | None) -> np.ndarray:
-    from gguf import dequantize
-
-    kind = tensor.tensor_type.name
-    if kind in ("F32", "F16"):
-        values = np.array(tensor.data).reshape(shape)
-    elif kind == "BF16":
-        values = np.array(tensor.data).view(ml_dtypes.bfloat16).reshape(shape)
+    if tensor.tensor_type.name in ("F32", "F16", "BF16"):
+        values = _read_span(path, tensor.name, int(tensor.data_offset), _gguf_dtype(tensor), shape)
     else:
-        values = np.empty(shape, np.float32)
-        rows, data = values.reshape(-1, shape[-1]), tensor.data.reshape(-1, tensor.data.shape[-1])
-        step = max(1, DEQUANTIZED_AT_ONCE // shape[-1])
-        for start in range(0, len(rows), step):
-            try:
-                rows[start : start + step] = dequantize(data[start : start + step], tensor.tensor_type)
-            except NotImplementedError as error:
-                raise CheckpointError(f"{path}: {tensor.name}: {error}") from error
+        values = _dequantized(path, tensor, shape)
     if num_heads is None:
         return values
     neighbours = values.reshape(num_heads, -1, 2, *shape[1:])  # RoPE pairs lie together, not in halves
-    return neighbours.swapaxes(1, 2).reshape(shape)
+    halves = _to_fill(shape, values.dtype)
+    halves.reshape(num_heads, 2, -1, *shape[1:])[:] = neighbours.swapaxes(1, 2)
+    return halves
+
+
+def _dequantized(path: Path, tensor: Any, shape: Shape) -> np.ndarray:
+    from gguf import dequantize
+
+    values = _to_fill(shape, np.dtype(np.float32))
+    rows = values.reshape(-1, shape[-1])
+    row_bytes = tensor.n_bytes // len(rows)
+    step = max(1, DEQUANTIZED_AT_ONCE // shape[-1])
+    with path.open("rb") as file:
+        file.seek(int(tensor.data_offset))
+        for start in range(0, len(rows), step):
+            piece = rows[start : start + step]
+            blocks = np.fromfile(file, np.uint8, len(piece) * row_bytes).reshape(len(piece), row_bytes)
+            try:
+                piece[:] = dequantize(blocks, tensor.tensor_type)
+            except NotImplementedError as error:
+                raise CheckpointError(f"{path}: {tensor.name}: {error}") from error
+    return values
 
 
 _GGUF_CONFIG = {  # key of config.json: key of a GGUF file, after the architecture
@@ -263,21 +282,30 @@ def _read_all(tensors: Mapping[str, StoredTensor], use_tqdm: bool) -> Iterator[t
 
 
 def _restore(folder: Path, name: str, entry: Mapping[str, Any]) -> np.ndarray:
-    import orbax.checkpoint as ocp
+    """By the library that Orbax reads with, one array at a time: Orbax itself reads its list of all arrays anew for
+    each call, and holds what it reads twice. Of a mapped file only the pages of one piece are held."""
+    import tensorstore
 
-    item = {name: np.empty(entry["shape"], entry["dtype"])}  # Orbax takes the shape; no page of it is touched
-    numpy = {name: ocp.RestoreArgs(restore_type=np.ndarray)}
-    args = ocp.args.PyTreeRestore(item=item, restore_args=numpy, partial_restore=True)
+    spec = {
+        "driver": "zarr",
+        "kvstore": {"driver": "file", "path": str(folder / "model" / name)},
+        "context": {"file_io_mode": {"mode": "memmap"}},
+        "fill_missing_data_reads": False,
+    }
     try:
-        with orbax_checkpointer("tensors", "model") as checkpointer:
-            value = checkpointer.restore(folder, ocp.args.Composite(model=args)).model[name]
+        stored = tensorstore.open(spec, open=True, read=True).result()
+        values = _to_fill(stored.shape, stored.dtype.numpy_dtype)
+        step = max(1, READ_AT_ONCE * len(values) // max(1, values.nbytes))
+        for start in range(0, len(values), step):
+            piece = values[start : start + step]
+            tensorstore.array(piece).write(stored[start : start + len(piece)]).result()
     except Exception as error:
         raise CheckpointError(f"{folder}: {name} is missing or damaged: {error}") from error
-    if list(value.shape) != entry["shape"] or value.dtype.name != entry["dtype"]:
-        raise CheckpointError(f"{folder}: {name} is {value.dtype.name} {value.shape}, its list says {entry}")
-    if _crc32(value) != entry["crc32"]:
+    if list(values.shape) != entry["shape"] or values.dtype.name != entry["dtype"]:
+        raise CheckpointError(f"{folder}: {name} is {values.dtype.name} {values.shape}, its list says {entry}")
+    if _crc32(values) != entry["crc32"]:
         raise CheckpointError(f"{folder}: {name} is damaged: its checksum is another")
-    return value
+    return values
 
 
 def _crc32(value: np.ndarray) -> int:

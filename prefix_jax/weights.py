@@ -123,11 +123,11 @@ def _let_go(values: list[np.ndarray]) -> None:
     only while it is called."""
     held = [weakref.ref(value.base if isinstance(value.base, np.ndarray) else value) for value in values]
     values.clear()
-    for _ in range(200):
+    for _ in range(2000):
         if not any(ref() is not None for ref in held):
             return
         jax.device_put(0)
-        time.sleep(0.001)
+        time.sleep(0.0001)
 
 
 def open_tensors(path: str | Path, model: Llama, load_format: str = "auto") -> dict[str, StoredTensor]:

@@ -36,9 +36,16 @@ def home() -> Path:
     return Path(folder)
 
 
-@functools.cache
+USUAL = {"model": {}, "engine": {}}  # of all models and engines here that say nothing else; a test may change it
+
+
 def tiny_folder(**model) -> Path:
     """A checkpoint whose answers hang on every token of the prompt: attention is sharp, and heavy in the sum."""
+    return _written(**{**USUAL["model"], **model})
+
+
+@functools.cache
+def _written(**model) -> Path:
     config = tiny_config(**model)
     weights = tiny_weights(config)
     for name in weights:
@@ -92,7 +99,7 @@ def forget_engines() -> None:
 
 def make_llm(folder: Path | None = None, **options) -> LLM:
     """An engine with an empty cache, counting from zero; built when first asked for."""
-    llm = _built(folder or tiny_folder(), **{**SMALL, "check": True, **options})
+    llm = _built(folder or tiny_folder(), **{**SMALL, "check": True, **USUAL["engine"], **options})
     llm.engine.scheduler.max_num_batched_tokens = llm.engine.max_num_batched_tokens
     forget(llm)
     assert not llm.engine.sequences, "an earlier test left requests behind"

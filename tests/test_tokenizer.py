@@ -431,18 +431,38 @@ def test_the_real_tiny_model_has_one_bos(shared_data):
     assert tokenizer.decode(ids) == "Once upon a time"
 
 
-def write_gguf_tokenizer(path: Path, backend: tokenizers.Tokenizer, model: str = "gpt2", pre: str = "smollm") -> Path:
-    content = json.loads(backend.to_str())["model"]
-    tokens = sorted(content["vocab"], key=content["vocab"].get)
+def write_gguf_tokenizer(
+    path: Path,
+    backend: tokenizers.Tokenizer,
+    model: str = "gpt2",
+    pre: str = "smollm",
+    *,
+    bos: str | None = None,
+    **fields: bool,
+) -> Path:
+    """As llama.cpp's converter writes it, with 3 tokens that only fill up the embedding."""
+    content = json.loads(backend.to_str())
+    vocab = content["model"]["vocab"] | {token["content"]: token["id"] for token in content["added_tokens"]}
+    tokens = sorted(vocab, key=vocab.get)
+    assert [vocab[token] for token in tokens] == list(range(len(tokens)))
+    kinds = {token["content"]: 3 if token["special"] else 4 for token in content["added_tokens"]}
+    if model == "llama":
+        kinds |= {"<unk>": 2, **{f"<0x{byte:02X}>": 6 for byte in range(256)}}
+    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in content["model"]["merges"]]
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tokenizer_model(model)
     writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens)
-    added = json.loads(backend.to_str())["added_tokens"]
-    special = {token["content"] for token in added if token["special"]}
-    writer.add_token_types([3 if token in special else 1 for token in tokens])
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in content["merges"]]
-    writer.add_token_merges(merges)
+    writer.add_token_list([*tokens, "[PAD0]", "[PAD1]", "[PAD2]"])
+    writer.add_token_types([*(kinds.get(token, 1) for token in tokens), 5, 5, 5])
+    if model == "gpt2":
+        writer.add_token_merges([" ".join(merge) for merge in merges])
+    else:
+        ranks = {"".join(merge): rank for rank, merge in reversed(list(enumerate(merges)))}
+        writer.add_token_scores([*(-float(ranks.get(token, 1e9)) for token in tokens), 0.0, 0.0, 0.0])
+    for name, value in fields.items():
+        writer.add_bool(f"tokenizer.ggml.{name}", value)
+    if bos is not None:
+        writer.add_bos_token_id(vocab[bos])
     writer.add_eos_token_id(0)
     writer.add_eot_token_id(1)
     writer.add_chat_template(CHAT_TEMPLATE)
@@ -459,17 +479,89 @@ def test_a_tokenizer_in_a_gguf_file_encodes_like_its_tokenizer_json(tmp_path):
         tokenizer = Tokenizer.load(write_gguf_tokenizer(tmp_path / f"{pre}.gguf", tiny_tokenizer(), pre=pre))
         assert tokenizer.encode(TEXT + "<|user|>") == own.encode(TEXT + "<|user|>")
         assert tokenizer.eos_ids == {0, 1}
+        assert tokenizer.vocab_size == 272 and tokenizer.decode([272]) == ""
     assert tokenizer.render_chat(CHAT).endswith("<|end|><|assistant|>")
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
 
 
-@pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "tekken"])
-def test_other_gguf_tokenizers_are_refused_by_name(tmp_path, pre):
-    path = write_gguf_tokenizer(tmp_path / "pre.gguf", tiny_tokenizer(), pre=pre)
-    with pytest.raises(ValueError, match=f"unknown GGUF pre-tokenizer '{pre}'; known: default, gpt-2, smollm"):
+SCRIPTS = (
+    TEXT,
+    "I'LL don't e\u0301té, Ångström ﬁ ½ ² Ⅷ ١٢٣  \u00a0\u3000x",
+    "def f(x):\n\treturn x ** 2  # 1234567890\r\n\r\n    if a!=b:  \n",
+    "हिन्दी العربية עברית Ελληνικά русский 漢字かな交じり文 ไทย 🏳️‍🌈🇩🇪",
+    "https://example.org/a_b?c=1&d=%20  ...!!! «x» “y” <s> [INST] <|im_start|><think>",
+    "Tiếng Việt: nhiều việc điều",  # tokens of Llama 3 that its merges do not make
+    "   leading and trailing   ",
+    "x",
+    " ",
+    "",
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "pre", "bos"),
+    [
+        pytest.param("llama3", "gpt2", "llama-bpe", "<|begin_of_text|>", marks=pytest.mark.slow),
+        pytest.param("qwen3", "gpt2", "qwen2", None, marks=pytest.mark.slow),
+        ("smollm2", "gpt2", "smollm", None),
+        ("llama2", "llama", "default", "<s>"),
+        ("mistral-v1", "llama", "default", "<s>"),
+        ("mistral-v3", "llama", "default", "<s>"),
+        ("baichuan-7b", "llama", "default", None),
+    ],
+)
+def test_real_tokenizers_in_gguf_files_encode_like_their_tokenizer_json(name, model, pre, bos, tmp_path, shared_data):
+    """Also as they are saved beside a converted checkpoint. A BOS is added by default where llama.cpp adds one."""
+    backend = real_backend(shared_data, name)
+    bos_fields = {"add_bos_token": False, "add_space_prefix": False} if name == "baichuan-7b" else {}
+    path = write_gguf_tokenizer(tmp_path / "model.gguf", backend, model, pre, bos=bos, **bos_fields)
+    tokenizer = Tokenizer.load(path)
+    tokenizer.save(tmp_path)
+    for loaded in (tokenizer, Tokenizer.load(tmp_path)):
+        for text in SCRIPTS:
+            ids = backend.encode(text, add_special_tokens=False).ids
+            want = ids if bos is None or text.startswith(bos) else [backend.token_to_id(bos), *ids]
+            assert loaded.encode(text) == want, text
+            assert loaded.decode(want) == backend.decode(want)
+            assert loaded.decode(want, skip_special_tokens=False) == backend.decode(want, skip_special_tokens=False)
+        assert loaded.vocab_size == backend.get_vocab_size()
+
+
+def test_pieces_of_sentencepiece_are_joined_in_the_order_of_their_scores(tmp_path):
+    """Whatever the order of their ids; what has no token is spelled in bytes."""
+    pieces = [("▁", -9.0), ("a", -9.0), ("b", -9.0), ("ab", -3.0), ("aa", -2.0), ("▁a", -4.0), ("▁aab", -5.0)]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *(piece for piece, _ in pieces)]
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(tokens)
+    writer.add_token_scores([0.0] * 259 + [score for _, score in pieces])
+    writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * len(pieces))
+    for add, token_id in ((writer.add_bos_token_id, 1), (writer.add_eos_token_id, 2), (writer.add_unk_token_id, 0)):
+        add(token_id)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    tokenizer = Tokenizer.load(tmp_path / "model.gguf")
+    space, _, b, ab, aa, space_a, _ = range(259, 266)
+    for text, want in (
+        ("ab", [space, ab]),
+        ("aab", [space, aa, b]),
+        ("a a", [space_a, space_a]),
+        ("é</s>a", [space, 3 + 0xC3, 3 + 0xA9, 2, space_a]),
+    ):
+        assert tokenizer.encode(text) == [1, *want]
+        assert tokenizer.decode(want) == text.replace("</s>", " ")
+    assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.vocab_size) == (1, {2}, 266)
+
+
+def test_other_gguf_tokenizers_are_refused_by_name(tmp_path):
+    path = write_gguf_tokenizer(tmp_path / "pre.gguf", tiny_tokenizer(), pre="tekken")
+    known = "default, gpt-2, smollm, llama-bpe, llama-v3, llama3, qwen2"
+    with pytest.raises(ValueError, match=f"unknown GGUF pre-tokenizer 'tekken'; known: {known}"):
         Tokenizer.load(path)
-    path = write_gguf_tokenizer(tmp_path / "model.gguf", tiny_tokenizer(), model="llama")
-    with pytest.raises(ValueError, match="unknown GGUF tokenizer 'llama'; known: gpt2"):
+    path = write_gguf_tokenizer(tmp_path / "model.gguf", tiny_tokenizer(), model="bert")
+    with pytest.raises(ValueError, match="unknown GGUF tokenizer 'bert'; known: gpt2, llama"):
         Tokenizer.load(path)
 
 
