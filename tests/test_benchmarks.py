@@ -741,6 +741,25 @@ def test_where_the_time_goes():
     assert shares == {"gemm": 0.7, "attend": 0.5}
 
 
+def test_a_profile_of_kernels_and_of_graphs(monkeypatch):
+    def line(name, *events):
+        return SimpleNamespace(
+            name=name, events=[SimpleNamespace(name=n, start_ns=s, duration_ns=d) for n, s, d in events]
+        )
+
+    gpu = [line("Stream #7", ("gemm_1", 0, 6), ("attend", 8, 2)), line("XLA Ops", ("fusion", 0, 10))]
+    host = [
+        line("python", ("command_buffer::update", 1, 3), ("other", 1, 1)),
+        line("x", ("command_buffer::update", 5, 1)),
+    ]
+    planes = [SimpleNamespace(name="/device:GPU:0", lines=gpu), SimpleNamespace(name="/host:CPU", lines=host)]
+    monkeypatch.setattr(profiles, "profile_of", lambda call: SimpleNamespace(planes=planes))
+    assert {row.what: row.value for row in profiles.profile_figures("x", lambda: None)} == pytest.approx({
+        "x: profile, device idle": 20, "x: profile, gemm": 60, "x: profile, attend": 20,
+        "x: profile, host, command_buffer::update": 40,
+    })  # fmt: skip
+
+
 def test_every_wish_is_set_against_plain_greedy(scripts, bench):
     sizes = ["--num-prompts", "8", "--input-len", "20", "--output-len", "8"]
     run = scripts(benchmark_generation, *sizes, name="generation")
