@@ -253,20 +253,16 @@ class PrefixCache:
     def clear(self) -> None:
         """Forgets every page that nobody reads, pinned ones too, all in host memory, and what there was."""
         self.history, self.former = PageHistory(self.history.limit), None
-        tier, self.tier = self.tier, None
         while node := self.queue.pop() or self._oldest_pinned_leaf():
-            self._evict(node)
-        self.tier = tier
-        if tier is not None:
-            tier.clear()
+            self._evict(node, spills=False)
+        if self.tier is not None:
+            self.tier.clear()
 
     def forget(self, nodes: list[Node]) -> None:
         """Takes pages in which nothing good stands out of the trie, as far as nobody reads them; a path, in order."""
-        tier, self.tier = self.tier, None
         for node in reversed(nodes):
             if node.is_idle and not node.children:
-                self._evict(node)
-        self.tier = tier
+                self._evict(node, spills=False)
 
     # What there is ---------------------------------------------------------------------------------------------------
 
@@ -467,14 +463,15 @@ class PrefixCache:
             if not node.children:
                 self.queue.push(node)
 
-    def _evict(self, node: Node | None) -> None:
+    def _evict(self, node: Node | None, *, spills: bool = True) -> None:
+        """spills: to host memory, where there is some."""
         assert node is not None and node.readers == 0 and not node.children
         self.num_idle -= node.is_idle
         self.num_pinned -= node.pins > 0
         self.num_evicted += 1
         self.num_pinned_evicted += node.pins > 0
         parent = node.parent
-        if self.tier is not None:
+        if spills and self.tier is not None:
             self.tier.spill(node, self.step)
         node.remove()
         self.pool.give([node.page])
