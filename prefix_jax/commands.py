@@ -37,7 +37,10 @@ class Commands:
         return future
 
     def call(self, do: Callable[[], Any]) -> Any:
-        """What `do` returns or raises, once it was done; waits for a step at most."""
+        """What `do` returns or raises, once it was done; waits for a step at most. Part of what this thread is doing,
+        if it holds the lock: nothing that others want comes between."""
+        if self.lock._is_owned():
+            return do()
         future = self.put(do)
         try:
             while not future.done():
