@@ -255,11 +255,10 @@ class Engine:
             self._collect()
         self.runner.set_params(model)
         self.runner.scales = scales
-        former = self.cache.history
         if self.tier is not None:
             self.tier.clear()
+        self.cache.change_weights()
         self.start_over()
-        self.cache.former = former
 
     def recompute_seconds(self, num_tokens: int) -> float | None:
         """To compute so many positions of a prompt, as measured so far; None before any step."""
@@ -474,9 +473,10 @@ class Engine:
         self.in_flight = self.collected_time = self.prefetched = None
         if self.tier is not None:
             self.tier.recover()
-        finished, counts = self.scheduler.finished, self.scheduler.counts
+        finished, counts, cache = self.scheduler.finished, self.scheduler.counts, self.cache
         self.batcher.forget_rows()
         self._make_host_half()
+        self.cache.remember(cache)
         self.scheduler.finished, self.scheduler.counts = finished, counts
         sequences = (sequence for answers in self.sequences.values() for sequence in answers)
         unfinished = [sequence for sequence in sequences if sequence.finish_reason is None]

@@ -260,6 +260,16 @@ class PrefixCache:
         if tier is not None:
             tier.clear()
 
+    def change_weights(self) -> None:
+        """What there was is from now on what other weights had."""
+        self.former, self.history = self.history, PageHistory(self.history.limit)
+
+    def remember(self, before: PrefixCache) -> None:
+        """Goes on counting where the cache before this one stopped, whose pages are lost."""
+        self.history, self.former = before.history, before.former
+        self.num_evicted, self.num_pinned_evicted = before.num_evicted, before.num_pinned_evicted
+        self.num_returned = before.num_returned
+
     def forget(self, nodes: list[Node]) -> None:
         """Takes pages in which nothing good stands out of the trie, as far as nobody reads them; a path, in order."""
         tier, self.tier = self.tier, None

@@ -190,6 +190,28 @@ def test_handles_outlive_a_failed_step(llm, monkeypatch):
     llm.engine.cache.check()
 
 
+def test_a_failed_step_forgets_neither_counts_nor_what_there_was(monkeypatch):
+    llm = make_llm(**TIGHT)
+    prompts = [[*prompt, 9] for prompt in random_prompts(13, 56, 56)]
+    generate(llm, prompts, greedy(1))
+    evicted = llm.stats["evicted_pages"]
+    assert evicted > 0
+    dispatch, failures = llm.engine.runner.dispatch, [RuntimeError("the device is gone")]
+    monkeypatch.setattr(
+        llm.engine.runner, "dispatch", lambda b: dispatch(b) if not failures else _raise(failures.pop())
+    )
+    generate(llm, [[5, 6]], greedy(1))
+    assert llm.stats["evicted_pages"] == evicted == llm.cache_report().evicted_pages
+    before = llm.cache_report().expected_tokens
+    (output,) = generate(llm, [prompts[1]], greedy(1))
+    assert (output.num_cached_tokens, output.hit_end.reason) == (0, "evicted")
+    assert llm.cache_report().expected_tokens - before == 56
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
 # Text and chats -------------------------------------------------------------------------------------------------------
 
 
