@@ -44,7 +44,8 @@ def belady(node: Node) -> Rank:
 
 class RecomputeTime:
     """Seconds to compute positions [start, end): `linear` for each, and `attention` for each earlier one it attends to.
-    Both are fitted to the steps observed, by least squares. Until then they are in the proportion of an 8B model."""
+    Both are fitted to the steps observed, by least squares. Where these do not tell the two apart, both keep their
+    proportion, at first that of an 8B model."""
 
     def __init__(self) -> None:
         self.linear, self.attention = 1.0, 1 / 32768
@@ -70,12 +71,17 @@ class RecomputeTime:
             attention = (self.ps * self.tt - self.ts * self.tp) / determinant
             if linear > 0 and attention >= 0:
                 self.linear, self.attention = linear, attention
+                return
+        ratio = self.attention / self.linear
+        if (scale := (self.ts + ratio * self.ps) / (self.tt + 2 * ratio * self.tp + ratio**2 * self.pp)) > 0:
+            self.linear, self.attention = scale, ratio * scale
 
 
 class Cost:
     """The page with the least to lose: seconds to recompute it x chance of its reuse. The chance is taken to be its
     uses so far, halved for every `HALF_LIFE` page tables closed since the last. All pages fade alike, so the logarithm
-    of the product, up to a term common to all, is a rank that stays."""
+    of the product, up to a term common to all, is a rank that stays. Seconds are counted in those of a first page:
+    their scale is common to all, and is not known before the first steps."""
 
     def __init__(self, page_size: int, seconds: Callable[[int, int], float]):
         self.page_size = page_size
@@ -83,7 +89,8 @@ class Cost:
 
     def __call__(self, node: Node) -> Rank:
         end = node.depth * self.page_size
-        return log2(self.seconds(end - self.page_size, end) * node.uses) + node.last_use / HALF_LIFE
+        seconds = self.seconds(end - self.page_size, end) / self.seconds(0, self.page_size)
+        return log2(seconds * node.uses) + node.last_use / HALF_LIFE
 
 
 POLICIES = ("lru", "lfu", "fifo", "cost", "belady")
