@@ -98,7 +98,7 @@ class Engine:
         self.streamed: deque[Sequence] = deque()  # those with new tokens to give out
         self.ready: deque[RequestOutput] = deque()  # what is to be given out
         self.lock = RLock()
-        self.commands = Commands(self.lock)
+        self.commands = Commands(self.lock, self._start_over_anywhere)
         self.outputs = OutputMaker(tokenizer)
         self.num_added = 0
         self.num_steps = 0
@@ -467,6 +467,11 @@ class Engine:
         if again:
             raise error
         log.warning("a step failed, its sequences start over from their tokens: %s", error)
+
+    def _start_over_anywhere(self) -> None:
+        """In a thread that may never have stepped."""
+        with jax.default_device(self.runner.devices[0]):
+            self.start_over()
 
     def start_over(self) -> None:
         """A fresh device and an empty cache; unfinished sequences wait again with the tokens they have."""

@@ -616,6 +616,28 @@ def test_an_interrupt_while_another_threads_wish_is_done_reaches_both(llm):
     assert len(seen) == 1 and not thread.is_alive()
 
 
+def test_an_interrupt_in_the_middle_of_a_reset_or_a_load_loses_no_page(llm, tmp_path, monkeypatch):
+    prompts = [[*prompt, 9] for prompt in random_prompts(88, 60, 50)]
+    for prompt in prompts:
+        llm.prefixes.add(prompt[:-1], pin=False)
+    llm.prefixes.save(tmp_path)
+    expected = tokens_of(generate(llm, prompts))
+    for act, what in ((llm.reset_prefix_cache, "give"), (lambda: llm.prefixes.load(tmp_path), "take")):
+        pool, calls = llm.engine.cache.pool, []
+        do = getattr(pool, what)
+        monkeypatch.setattr(pool, what, lambda n, c=calls, d=do: c.append(n) or (d(n) if len(c) != 2 else _interrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            act()
+        llm.engine.cache.check()
+        assert len(llm.engine.cache.pool) == llm.engine.runner.num_pages
+        assert tokens_of(generate(llm, prompts)) == expected
+        llm.reset_prefix_cache()
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
 def test_a_wish_that_nobody_waits_for_is_not_done(llm):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llm.engine.commands, "run", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
