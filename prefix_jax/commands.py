@@ -25,10 +25,12 @@ def hold(lock: Any, timeout: float) -> Iterator[bool]:
 
 class Commands:
     """A queue that whoever holds `lock` works off, all that waits at once: the thread that steps, or the one that
-    wants something while nobody steps."""
+    wants something while nobody steps. `interrupted` is called when an interrupt has left something half done."""
 
-    def __init__(self, lock: RLock):
+    def __init__(self, lock: RLock, interrupted: Callable[[], None] = lambda: None):
         self.lock = lock
+        self.interrupted = interrupted
+        self.is_busy = False
         self.queue: SimpleQueue[tuple[Callable[[], Any], Future]] = SimpleQueue()
 
     def put(self, do: Callable[[], Any]) -> Future:
@@ -37,7 +39,10 @@ class Commands:
         return future
 
     def call(self, do: Callable[[], Any]) -> Any:
-        """What `do` returns or raises, once it was done; waits for a step at most."""
+        """What `do` returns or raises, once it was done; waits for a step at most. Part of what this thread is doing,
+        if it holds the lock: nothing that others want comes between."""
+        if self.lock._is_owned():
+            return self._do(do)
         future = self.put(do)
         try:
             while not future.done():
@@ -56,9 +61,22 @@ class Commands:
             if not future.set_running_or_notify_cancel():
                 continue
             try:
-                future.set_result(do())
+                future.set_result(self._do(do))
             except Exception as error:
                 future.set_exception(error)
             except BaseException as error:  # an interrupt of this thread, which the one that waits has to know of too
                 future.set_exception(RuntimeError(f"interrupted: {error!r}"))
                 raise
+
+    def _do(self, do: Callable[[], Any]) -> Any:
+        is_part, self.is_busy = self.is_busy, True
+        try:
+            return do()
+        except Exception:
+            raise
+        except BaseException:
+            if not is_part:  # else whatever it is part of still has to come to its end
+                self.interrupted()
+            raise
+        finally:
+            self.is_busy = is_part

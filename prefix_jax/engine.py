@@ -98,7 +98,7 @@ class Engine:
         self.streamed: deque[Sequence] = deque()  # those with new tokens to give out
         self.ready: deque[RequestOutput] = deque()  # what is to be given out
         self.lock = RLock()
-        self.commands = Commands(self.lock)
+        self.commands = Commands(self.lock, self._start_over_anywhere)
         self.outputs = OutputMaker(tokenizer)
         self.num_added = 0
         self.num_steps = 0
@@ -255,11 +255,10 @@ class Engine:
             self._collect()
         self.runner.set_params(model)
         self.runner.scales = scales
-        former = self.cache.history
         if self.tier is not None:
             self.tier.clear()
+        self.cache.change_weights()
         self.start_over()
-        self.cache.former = former
 
     def recompute_seconds(self, num_tokens: int) -> float | None:
         """To compute so many positions of a prompt, as measured so far; None before any step."""
@@ -469,14 +468,20 @@ class Engine:
             raise error
         log.warning("a step failed, its sequences start over from their tokens: %s", error)
 
+    def _start_over_anywhere(self) -> None:
+        """In a thread that may never have stepped."""
+        with jax.default_device(self.runner.devices[0]):
+            self.start_over()
+
     def start_over(self) -> None:
         """A fresh device and an empty cache; unfinished sequences wait again with the tokens they have."""
         self.in_flight = self.collected_time = self.prefetched = None
         if self.tier is not None:
             self.tier.recover()
-        finished, counts = self.scheduler.finished, self.scheduler.counts
+        finished, counts, cache = self.scheduler.finished, self.scheduler.counts, self.cache
         self.batcher.forget_rows()
         self._make_host_half()
+        self.cache.remember(cache)
         self.scheduler.finished, self.scheduler.counts = finished, counts
         sequences = (sequence for answers in self.sequences.values() for sequence in answers)
         unfinished = [sequence for sequence in sequences if sequence.finish_reason is None]

@@ -306,20 +306,14 @@ class LLM:
     def delete_prefix(self, prefix: Prefix | str | Sequence[int], cache_salt: str | None = None) -> bool:
         """Takes back a declaration: a handle's, a name's, or for exactly these tokens (`prefix_pos`). Their pages are
         no longer kept. False if there is none, or it has lapsed."""
-        if isinstance(prefix, str):
-            if prefix not in self.prefixes:
-                return False
-            prefix = self.prefixes[prefix]
         if isinstance(prefix, Prefix):
             self.prefixes.check_own(prefix)
-            known = not prefix.is_deleted
-            prefix.delete()
-            return known
-        try:
-            tokens = array("i", prefix)
-        except OverflowError:
-            return False  # such tokens are in no prefix
-        return self.engine.call(lambda: self.prefixes.delete(tokens, cache_salt))
+        elif not isinstance(prefix, str):
+            try:
+                prefix = array("i", prefix)
+            except OverflowError:
+                return False  # such tokens are in no prefix
+        return self.engine.call(lambda: self.prefixes.delete(prefix, cache_salt))
 
     def load_weights(self, model: str | os.PathLike) -> None:
         """Takes the weights of another checkpoint of the same model, between two steps. Cached pages of the former
@@ -434,24 +428,27 @@ class LLM:
                 raise RuntimeError(f"a prefix was not computed: {output.error or reason}")
 
     def _write_prefixes(self, path: str | os.PathLike, prefixes: Sequence[Prefix]) -> None:
-        saved = [
-            SavedPrefix(p.name, p.tokens, p.parent.name if p.parent else None, p.salt, asdict(p.content))
-            for p in prefixes
-        ]
+        place = {prefix: index for index, prefix in enumerate(prefixes)}
+        saved = [SavedPrefix(p.name, p.tokens, place.get(p.parent), p.salt, asdict(p.content)) for p in prefixes]
         self._call(lambda: save_prefixes(Path(path), self.engine, saved))
 
     def _read_prefixes(self, path: str | os.PathLike) -> list[Prefix]:
         handles: list[Prefix] = []
-        loaded: dict[str | None, Prefix] = {}
+        levels: list[tuple[Prefix, int]] = []
 
         def on_loaded(saved: SavedPrefix, table: PageTable) -> None:
             content = Encoded(**saved.content)
-            parent = loaded.get(saved.parent)
-            prefix = Prefix(self.prefixes, saved.tokens, saved.salt, saved.name, parent, content)
+            prefix = Prefix(self.prefixes, saved.tokens, saved.salt, saved.name, content=content)
             handles.append(self.prefixes.restore(prefix, table.nodes))
-            loaded[saved.name] = handles[-1]
+            if handles[-1] is prefix and saved.parent is not None:  # else it was there, with a parent or without
+                levels.append((prefix, saved.parent))
 
-        self._call(lambda: load_prefixes(Path(path), self.engine, on_loaded))
+        def load() -> None:
+            load_prefixes(Path(path), self.engine, on_loaded)
+            for prefix, parent in levels:
+                prefix.parent = handles[parent]
+
+        self._call(load)
         return handles
 
     def _on_device(self):

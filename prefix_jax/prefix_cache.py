@@ -113,7 +113,7 @@ class PrefixCache:
         self.salt_quota = salt_quota  # a salt's pages beyond so many go first
         self.salt_floor = salt_floor  # its last ones go last
         rank = eviction.make_policy(policy, page_size, recompute or eviction.RecomputeTime())
-        self.queue = eviction.EvictionQueue(rank, turn=self._turn)
+        self.queue = eviction.EvictionQueue(rank, turn=self._turn, by_root=salt_quota is not None)
         self.tables: set[PageTable] = set()
         self.step = 0  # of the plan being made
         self.clock = 0
@@ -258,6 +258,16 @@ class PrefixCache:
         if self.tier is not None:
             self.tier.clear()
 
+    def change_weights(self) -> None:
+        """What there was is from now on what other weights had."""
+        self.former, self.history = self.history, PageHistory(self.history.limit)
+
+    def remember(self, before: PrefixCache) -> None:
+        """Goes on counting where the cache before this one stopped, whose pages are lost."""
+        self.history, self.former = before.history, before.former
+        self.num_evicted, self.num_pinned_evicted = before.num_evicted, before.num_pinned_evicted
+        self.num_returned = before.num_returned
+
     def forget(self, nodes: list[Node]) -> None:
         """Takes pages in which nothing good stands out of the trie, as far as nobody reads them; a path, in order."""
         for node in reversed(nodes):
@@ -338,6 +348,8 @@ class PrefixCache:
             assert root.readers == sum(table.root is root for table in self.tables)
             assert root.readers or root.children, "a namespace that nobody uses is forgotten"
             assert root.num_pages == sum(1 for _ in root.subtree())
+            over = None not in (self.salt_quota, root.namespace) and root.num_pages > self.salt_quota
+            assert over == (root in self.queue.over), "a namespace beyond its quota is known as such"
         nodes = list(self.trie)
         pages += [node.page for node in nodes]
         assert sorted(pages) == list(range(1, self.pool.num_pages + 1)), "every page is in exactly one state"
@@ -353,7 +365,11 @@ class PrefixCache:
         assert self.num_idle == sum(node.is_idle for node in nodes)
         assert self.num_pinned == sum(node.pins > 0 for node in nodes)
         queued = set(self.queue.candidates())
-        assert all(node in queued for node in nodes if node.is_idle and not node.children), "an idle leaf is queued"
+        leaves = [node for node in nodes if node.is_idle and not node.children]
+        assert all(node in queued for node in leaves), "an idle leaf is queued"
+        for root in self.queue.over:
+            own = {entry[-1] for entry in root.leaves}
+            assert all(node in own for node in leaves if node.root is root), "an idle leaf is queued for its namespace"
         if self.tier is not None:
             self.tier.check()
 
@@ -434,6 +450,11 @@ class PrefixCache:
         node.last_use = self.clock
         table.nodes.append(node)
         self.history.add(node.digest)
+        self._count_page(node.root)
+        if node.root.num_pages == self.salt_floor + 1 > 1:  # what waited as within the floor is not any more
+            for other in node.root.subtree():
+                if other.is_idle and not other.children:
+                    self.queue.push(other)
 
     def _take_over(self, table: PageTable, node: Node) -> None:
         """Puts a published page into the table's next column and frees the own page there, if there is one."""
@@ -447,12 +468,18 @@ class PrefixCache:
         table.nodes.append(node)
 
     def _turn(self, node: Node) -> int:
-        """0: what a salt has beyond its quota; 1; 2: what is within its floor."""
+        """1 for what is within a salt's floor, else 0."""
         root = node.root
-        if root.namespace is None:
-            return 1
-        over = self.salt_quota is not None and root.num_pages > self.salt_quota
-        return 0 if over else 2 if root.num_pages <= self.salt_floor else 1
+        return int(root.namespace is not None and root.num_pages <= self.salt_floor)
+
+    def _count_page(self, root: Root) -> None:
+        """A page of this namespace has come or gone: is it beyond its quota now?"""
+        if self.salt_quota is None or root.namespace is None:
+            return
+        if root.num_pages > self.salt_quota:
+            self.queue.over[root] = None
+        else:
+            self.queue.over.pop(root, None)
 
     def _hold(self, node: Node) -> None:
         self.num_idle -= node.is_idle
@@ -474,6 +501,7 @@ class PrefixCache:
         if spills and self.tier is not None:
             self.tier.spill(node, self.step)
         node.remove()
+        self._count_page(node.root)
         self.pool.give([node.page])
         if isinstance(parent, Root):
             self.trie.drop_unused(parent)

@@ -188,10 +188,11 @@ class PrefixPool:
         self.call(lambda: self._add(prefix))
         return prefix
 
-    def save(self, path: str | Path, prefixes: Iterable[Prefix | str] | None = None) -> None:
+    def save(self, path: str | Path, prefixes: Prefix | str | Iterable[Prefix | str] | None = None) -> None:
         """Writes these prefixes, or all that have handles, with their K and V, in place of what was saved at `path`;
         what is not computed yet is first. OSError if the disk does not take it; the old save is whole then."""
-        chosen = [self[p] if isinstance(p, str) else p for p in (self if prefixes is None else prefixes)]
+        asked = [prefixes] if isinstance(prefixes, Prefix | str) else self if prefixes is None else prefixes
+        chosen = list(dict.fromkeys(self[p] if isinstance(p, str) else p for p in asked))
         for prefix in chosen:
             self.check_own(prefix)
             prefix._check()
@@ -312,9 +313,14 @@ class PrefixPool:
 
     # ------------------------------------------------------------------------------------------------------------------
 
-    def delete(self, tokens: array, salt: Hashable = None) -> bool:
-        """Forgets all declarations of exactly these tokens. False if there was none."""
-        found = [p for p in (*self.added, *self.prefixes.values()) if (p.salt, p.tokens) == (salt, tokens)]
+    def delete(self, which: Prefix | str | array, salt: Hashable = None) -> bool:
+        """Forgets a handle's declaration, a name's, or all of exactly these tokens. False if there was none."""
+        self.drop_expired()
+        if isinstance(which, array):
+            found = [p for p in (*self.added, *self.prefixes.values()) if (p.salt, p.tokens) == (salt, which)]
+        else:
+            known = self.names.get(which) if isinstance(which, str) else which
+            found = [known] if known is not None and not known.is_deleted else []
         for prefix in found:
             self._lapse(prefix)
         return bool(found)

@@ -101,13 +101,14 @@ class Node:
 class Root(Node):
     """Where a namespace begins; no page. Its readers are all open page tables of the namespace."""
 
-    __slots__ = ("namespace", "num_pages")
+    __slots__ = ("namespace", "num_pages", "leaves")
 
     def __init__(self, namespace: Hashable):
         super().__init__(b"", 0, None, 0)
         self.namespace = namespace
         self.root = self
         self.num_pages = 0  # of its nodes
+        self.leaves: list[tuple] = []  # a heap of the eviction queue's entries for them, where there is a quota
         self.digest = hash(namespace)
 
 

@@ -31,7 +31,7 @@ from prefix_jax.runner import SLOT_GROUP, Runner
 from prefix_jax.weights import checksum
 
 log = logging.getLogger(__name__)
-VERSION = 1
+VERSION = 2
 FOLDER = "prefixes-"  # and a number: one save
 AHEAD = 8  # groups of positions on their way to or from the device at once
 NOT_IN_KV = ("max_position", "bos_id", "eos_ids")  # of a model's config
@@ -42,11 +42,12 @@ Values = Shaped[np.ndarray, "_ L 2 Hkv D"]  # of some positions; the last group 
 @dataclass(frozen=True)
 class SavedPrefix:
     """A prefix to save, or one that was loaded, of which the first `num_pages` full pages are in the cache. `parent` is
-    the name of another; equal `salt`s share pages. content: what it was declared by, as JSON takes it."""
+    the place of another among those that are saved together; equal `salt`s share pages. content: what it was declared
+    by, as JSON takes it."""
 
     name: str | None
     tokens: array
-    parent: str | None = None
+    parent: int | None = None
     salt: str | None = None
     content: Any = None
     num_pages: int = 0

@@ -9,6 +9,7 @@ while a request runs; what they contain is not in a trace, so nobody finds them.
 import argparse
 import gc
 import itertools
+import math
 import sys
 import time
 from array import array
@@ -57,7 +58,17 @@ class Result:
 
 
 def read_trace(path: Path, page_size: int, tokenizer: Path | None = None) -> list[Ask]:
-    """ValueError if the file is none of the three kinds, or cannot be cut into pages of this size."""
+    """ValueError if the file is none of the three kinds, has no tokens, or cannot be cut into pages of this size."""
+    try:
+        asks = _read_trace(path, page_size, tokenizer)
+    except (KeyError, TypeError, OverflowError) as error:
+        raise ValueError(f"{path}: a row is not as its first one says: {error!r}") from error
+    if not any(ask.num_tokens for ask in asks):
+        raise ValueError(f"{path}: no request has a token")
+    return asks
+
+
+def _read_trace(path: Path, page_size: int, tokenizer: Path | None) -> list[Ask]:
     if path.name.removesuffix(".gz").endswith(".json"):
         talks, _ = read_sharegpt(path)
         encode = text_encoder(tokenizer)
@@ -66,7 +77,7 @@ def read_trace(path: Path, page_size: int, tokenizer: Path | None = None) -> lis
     if rows and "hash_ids" in rows[0]:
         return page_blocks(rows, page_size)
     if rows and "prompt_token_ids" in rows[0]:
-        prompts = ((array("i", row["prompt_token_ids"]), row.get("output_tokens", 0)) for row in rows)
+        prompts = ((array("i", row["prompt_token_ids"]), row.get("output_tokens") or 0) for row in rows)
         return page_prompts(prompts, page_size)
     raise ValueError(f"{path}: neither a Mooncake trace, nor ShareGPT conversations, nor a run's log")
 
@@ -74,9 +85,10 @@ def read_trace(path: Path, page_size: int, tokenizer: Path | None = None) -> lis
 def page_blocks(rows: Iterable[dict], page_size: int) -> list[Ask]:
     if BLOCK % page_size and page_size % BLOCK:
         raise ValueError(f"page size {page_size} neither divides {BLOCK} nor is a multiple of it")
-    asks, groups = [], {}
+    asks, ids, groups = [], {}, {}
     for row in rows:
-        blocks, length = row["hash_ids"], row["input_length"]
+        blocks = [ids.setdefault(block, len(ids)) for block in row["hash_ids"]]  # theirs may have any size
+        length = row["input_length"]
         if page_size <= BLOCK:
             per_block = BLOCK // page_size
             pages = array("i", (block * per_block + i for block in blocks for i in range(per_block)))
@@ -84,7 +96,7 @@ def page_blocks(rows: Iterable[dict], page_size: int) -> list[Ask]:
             step = page_size // BLOCK
             keys = (tuple(blocks[i : i + step]) for i in range(0, len(blocks), step))
             pages = array("i", (groups.setdefault(key, len(groups)) for key in keys))
-        asks.append(Ask(pages[: length // page_size], length, row.get("output_length", 0)))
+        asks.append(Ask(pages[: length // page_size], length, row.get("output_length") or 0))
     return asks
 
 
@@ -261,19 +273,31 @@ def plot(results: Sequence[Result], ideals: dict[int, float], path: Path) -> Non
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
+def count(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return number
+
+
+def share(text: str) -> float:
+    if not 0 < (number := float(text)) < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a positive number, got {text}")
+    return number
+
+
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, epilog=EPILOG, formatter_class=formatter)
     add = parser.add_argument
     add("trace", type=Path)
-    add("--page-size", type=int, nargs="+", default=[512], help="default: 512, a Mooncake block")
-    add("--pool", type=float, nargs="+", default=[0.05, 0.1, 0.25], help="pools, as shares of the working set")
-    add("--num-pages", type=int, nargs="+", help="pools in pages, in place of --pool")
+    add("--page-size", type=count, nargs="+", default=[512], help="default: 512, a Mooncake block")
+    add("--pool", type=share, nargs="+", default=[0.05, 0.1, 0.25], help="pools, as shares of the working set")
+    add("--num-pages", type=count, nargs="+", help="pools in pages, in place of --pool")
     add("--schedule-policy", nargs="+", default=["fifo"], choices=policies.POLICIES)
     add("--eviction-policy", nargs="+", default=list(eviction.POLICIES), choices=eviction.POLICIES)
-    add("--max-num-seqs", type=int, default=64, help="requests that run at once, and hold their pages (default 64)")
-    add("--window", type=int, default=64, help="requests that wait at once; dfs knows them all (default 64)")
-    add("--limit", type=int, help="only the first so many requests")
+    add("--max-num-seqs", type=count, default=64, help="requests that run at once, and hold their pages (default 64)")
+    add("--window", type=count, default=64, help="requests that wait at once; dfs knows them all (default 64)")
+    add("--limit", type=count, help="only the first so many requests")
     add("--tokenizer", type=Path, help="for text: a folder or file")
     add("--plot", type=Path, metavar="FILE", help="draw the found share over the size of the pool")
     return parser.parse_args(argv)

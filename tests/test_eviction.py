@@ -162,12 +162,34 @@ def test_the_dear_page_is_the_deep_and_often_used_one():
     assert rank(first) == pytest.approx(rank(second))
 
 
-def test_steps_that_are_all_alike_fit_nothing():
+def test_steps_that_are_all_alike_keep_the_proportion_and_tell_the_scale():
+    """One second a token until the first fit would be what a prefix has saved by then."""
     seconds = RecomputeTime()
-    before = seconds.linear, seconds.attention
+    ratio = seconds.attention / seconds.linear
     for _ in range(10):
         seconds.observe(8, 36.0, 0.5)
-    assert (seconds.linear, seconds.attention) == before
+        assert seconds(0, 8) == pytest.approx(0.5, rel=0.01)
+        assert seconds.attention / seconds.linear == pytest.approx(ratio)
+
+
+def test_steps_that_take_longer_for_fewer_pairs_tell_the_scale_all_the_same():
+    seconds = RecomputeTime()
+    seconds.observe(8, 36.0, 0.5)
+    seconds.observe(8, 8000.0, 0.4)
+    assert seconds(0, 8) == pytest.approx(0.45, rel=0.2)
+    assert seconds.linear > 0 and seconds.attention >= 0
+
+
+def test_what_was_ranked_before_any_step_was_measured_is_no_dearer():
+    """The scale of seconds falls from a guess to what is measured, and ranks of unread pages stay."""
+    seconds = RecomputeTime()
+    cache = PrefixCache(3, 1, "cost", seconds)
+    serve(cache, [1])
+    seconds.observe(100, 5000.0, 0.001)
+    seconds.observe(100, 50_000.0, 0.002)
+    serve(cache, [2])
+    serve(cache, [3])
+    assert paths_in(cache) == {(2,), (3,)}
 
 
 def waiting(prompts):

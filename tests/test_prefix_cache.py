@@ -267,6 +267,51 @@ def test_evicting_looks_at_each_page_about_once(monkeypatch):
     assert ranked < 3 * 2000 + 400, "each victim and each stale entry a few times, not all pages each time"
 
 
+def some_pages(cache: PrefixCache, first: int, num_pages: int, namespace=None, *, held: bool = False) -> array:
+    """The tokens, from `first` on, of full pages that were computed, and are still read or not."""
+    tokens = array("i", range(first, first + num_pages * cache.page_size))
+    (fill if held else serve)(cache, tokens, namespace)
+    return tokens
+
+
+def kept(cache: PrefixCache, tokens, namespace=None) -> int:
+    return len(cache.find(tokens, namespace))
+
+
+def test_what_a_salt_has_beyond_its_quota_goes_by_the_policy():
+    cache = PrefixCache(20, 4, salt_quota=4)
+    old, new = some_pages(cache, 0, 4, "A"), some_pages(cache, 100, 4, "A")
+    theirs = some_pages(cache, 200, 3, "B")
+    some_pages(cache, 300, 11)
+    assert [kept(cache, old, "A"), kept(cache, new, "A"), kept(cache, theirs, "B")] == [2, 4, 3]
+
+
+def test_a_salt_beyond_its_quota_costs_no_other_a_page():
+    """Its pages were unread before it grew, and what made it grow is still being read."""
+    cache = PrefixCache(16, 4, salt_quota=4)
+    theirs, old = some_pages(cache, 200, 3, "B"), some_pages(cache, 0, 4, "A")
+    some_pages(cache, 100, 4, "A", held=True)
+    some_pages(cache, 300, 7)
+    assert [kept(cache, theirs, "B"), kept(cache, old, "A")] == [3, 2]
+
+
+def test_what_was_within_a_floor_is_not_when_the_salt_has_grown():
+    cache = PrefixCache(16, 4, salt_floor=2)
+    old = some_pages(cache, 0, 2, "A")
+    some_pages(cache, 100, 4, "A", held=True)
+    theirs = some_pages(cache, 200, 3)
+    some_pages(cache, 300, 8)
+    assert [kept(cache, old, "A"), kept(cache, theirs)] == [1, 3]
+
+
+def test_endless_touching_does_not_grow_the_queue_of_a_salt():
+    cache = PrefixCache(8, 4, salt_quota=4)
+    for _ in range(500):
+        serve(cache, range(9), "A")
+        (root,) = cache.trie.roots.values()
+        assert len(root.leaves) <= 64 + 2 * 8
+
+
 def test_endless_touching_does_not_grow_the_queue():
     """C19: a heap that is cleaned lazily grows with every touch (vllm#7209)."""
     queue, nodes = EvictionQueue(lru), [Node(b"", i, Node(b"", 0, None, 0), 0) for i in range(1000)]

@@ -42,6 +42,8 @@ class Hold:
 class Model:
     size: int
     num_pages: int
+    quota: int
+    floor: int
     entries: dict[Key, Entry] = field(default_factory=dict)
     holds: list[Hold] = field(default_factory=list)
     clock: int = 0
@@ -74,12 +76,19 @@ class Model:
         return self.num_pages - len(self.entries) - private
 
     def evict(self, count: int) -> None:
-        """The least recently used unread leaf goes first; pinned ones only when no other is left."""
+        """The least recently used unread leaf goes first: of what the salt has beyond its quota, then of all, then of
+        what is within its floor; pinned ones only when no other is left."""
         for _ in range(count):
             parents = {(namespace, path[: -self.size]) for namespace, path in self.entries}
-            leaves = [(entry.pins > 0, entry.last_use, key) for key, entry in self.entries.items()
-                      if key not in parents and not self.readers(key)]  # fmt: skip
-            del self.entries[min(leaves, key=lambda leaf: leaf[:2])[2]]
+            unread = [
+                (key, entry) for key, entry in self.entries.items() if key not in parents and not self.readers(key)
+            ]
+            leaves = [(e.pins > 0, not e.pins and self.turn(key[0]), e.last_use, key) for key, e in unread]
+            del self.entries[min(leaves, key=lambda leaf: leaf[:3])[3]]
+
+    def turn(self, namespace) -> int:
+        pages = sum(other == namespace for other, _ in self.entries)
+        return 0 if namespace is None else -(pages > self.quota) + (pages <= self.floor)
 
     def available(self, force: bool) -> int:
         unread = [entry for key, entry in self.entries.items() if not self.readers(key)]
@@ -91,15 +100,21 @@ class CacheMachine(RuleBasedStateMachine):
     first, then all its chunks write, and only then read."""
 
     @initialize(
-        data=st.data(), size=st.sampled_from([1, 2, 4]), num_pages=st.integers(4, 12), alphabet=st.integers(2, 3)
+        data=st.data(),
+        size=st.sampled_from([1, 2, 4]),
+        num_pages=st.integers(4, 12),
+        alphabet=st.integers(2, 3),
+        quota=st.sampled_from([None, 0, 1, 2, 4]),
+        floor=st.integers(0, 2),
     )
-    def start(self, data, size, num_pages, alphabet):
+    def start(self, data, size, num_pages, alphabet, quota, floor):
         tokens = st.lists(st.integers(0, alphabet - 1), min_size=4 * size, max_size=4 * size)
         self.stems = data.draw(st.lists(tokens, min_size=1, max_size=2))  # prompts begin alike
         self.max_len = min(4 * size + 2, num_pages * size)
-        self.cache = PrefixCache(num_pages, size)
+        floor = floor if quota is None else min(floor, quota)
+        self.cache = PrefixCache(num_pages, size, salt_quota=quota, salt_floor=floor)
         self.cache.step = 1
-        self.model = Model(size, num_pages)
+        self.model = Model(size, num_pages, num_pages if quota is None else quota, floor)
         self.alphabet = alphabet
         self.store: dict[int, list] = {}  # page -> for each slot the namespace and tokens that its content depends on
         self.copies: list[tuple[int, int]] = []
@@ -111,7 +126,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(
         data=st.data(),
-        namespace=st.sampled_from([None, None, None, "salt"]),
+        namespace=st.sampled_from([None, None, "salt"]),
         reads=st.sampled_from([True, True, False]),
         publishes=st.sampled_from([True, True, True, False]),
         force=st.sampled_from([False, False, True]),

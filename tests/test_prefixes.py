@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -187,6 +188,28 @@ def test_handles_outlive_a_failed_step(llm, monkeypatch):
     check_greedy(outputs)
     assert llm.prefixes["kept"] is handle and handle.stats().pinned == 3
     llm.engine.cache.check()
+
+
+def test_a_failed_step_forgets_neither_counts_nor_what_there_was(monkeypatch):
+    llm = make_llm(**TIGHT)
+    prompts = [[*prompt, 9] for prompt in random_prompts(13, 56, 56)]
+    generate(llm, prompts, greedy(1))
+    evicted = llm.stats["evicted_pages"]
+    assert evicted > 0
+    dispatch, failures = llm.engine.runner.dispatch, [RuntimeError("the device is gone")]
+    monkeypatch.setattr(
+        llm.engine.runner, "dispatch", lambda b: dispatch(b) if not failures else _raise(failures.pop())
+    )
+    generate(llm, [[5, 6]], greedy(1))
+    assert llm.stats["evicted_pages"] == evicted == llm.cache_report().evicted_pages
+    before = llm.cache_report().expected_tokens
+    (output,) = generate(llm, [prompts[1]], greedy(1))
+    assert (output.num_cached_tokens, output.hit_end.reason) == (0, "evicted")
+    assert llm.cache_report().expected_tokens - before == 56
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 # Text and chats -------------------------------------------------------------------------------------------------------
@@ -593,6 +616,28 @@ def test_an_interrupt_while_another_threads_wish_is_done_reaches_both(llm):
     assert len(seen) == 1 and not thread.is_alive()
 
 
+def test_an_interrupt_in_the_middle_of_a_reset_or_a_load_loses_no_page(llm, tmp_path, monkeypatch):
+    prompts = [[*prompt, 9] for prompt in random_prompts(88, 60, 50)]
+    for prompt in prompts:
+        llm.prefixes.add(prompt[:-1], pin=False)
+    llm.prefixes.save(tmp_path)
+    expected = tokens_of(generate(llm, prompts))
+    for act, what in ((llm.reset_prefix_cache, "give"), (lambda: llm.prefixes.load(tmp_path), "take")):
+        pool, calls = llm.engine.cache.pool, []
+        do = getattr(pool, what)
+        monkeypatch.setattr(pool, what, lambda n, c=calls, d=do: c.append(n) or (d(n) if len(c) != 2 else _interrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            act()
+        llm.engine.cache.check()
+        assert len(llm.engine.cache.pool) == llm.engine.runner.num_pages
+        assert tokens_of(generate(llm, prompts)) == expected
+        llm.reset_prefix_cache()
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
 def test_a_wish_that_nobody_waits_for_is_not_done(llm):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llm.engine.commands, "run", lambda: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -654,6 +699,59 @@ def test_loading_keeps_every_name_and_the_right_parent(llm, tmp_path):
     handles = llm.prefixes.load(tmp_path)
     assert [p.name for p in handles] == [None, "y", "kid"] and llm.prefixes["x"] is other
     assert handles[2].parent is handles[0]
+
+
+def test_levels_come_back_without_names_and_in_any_order(llm, tmp_path):
+    one, two, tail = random_prompts(85, 40, 20, 8)
+    tops = [llm.prefixes.add(one), llm.prefixes.add(two)]
+    kids = [llm.prefixes.add(tail, parent=top) for top in tops]
+    alone = llm.prefixes.add(tail, name="alone")
+    llm.prefixes.save(tmp_path, [kids[0], *tops, kids[1], alone, kids[0]])
+    llm.reset_prefix_cache()
+    handles = llm.prefixes.load(tmp_path)
+    assert [p.parent for p in handles] == [handles[1], None, None, handles[2], None]
+    llm.reset_prefix_cache()
+    there = llm.prefixes.add(one)
+    assert llm.prefixes.load(tmp_path)[0].parent is there
+
+
+def test_one_prefix_is_saved_by_its_handle_or_its_name(llm, tmp_path):
+    handle = llm.prefixes.add([5] * 20, name="rules")
+    for which in (handle, "rules"):
+        llm.prefixes.save(tmp_path, which)
+        assert llm.prefixes.load(tmp_path) == [handle]
+    with pytest.raises(KeyError, match="no prefix 'rule'; there are: 'rules'"):
+        llm.prefixes.save(tmp_path, "rule")
+
+
+@pytest.mark.parametrize("wish", ["reset", "weights"])
+def test_what_others_want_waits_until_a_load_is_done(llm, tmp_path, monkeypatch, wish):
+    prompts = [[*prompt, 9] for prompt in random_prompts(86, 40, 50)]
+    for prompt in prompts:
+        llm.prefixes.add(prompt[:-1])
+    wanted = generate(llm, prompts)
+    llm.prefixes.save(tmp_path)
+    llm.reset_prefix_cache()
+    restore, seen = llm.prefixes.restore, []
+    clear = {"reset": lambda: (llm.prefixes.clear(), llm.engine.cache.clear()), "weights": llm.engine.start_over}[wish]
+
+    def wishing(*args):
+        llm.engine.commands.put(lambda: (seen.append(len(llm.engine.cache.tables)), clear()))
+        return restore(*args)
+
+    monkeypatch.setattr(llm.prefixes, "restore", wishing)
+    assert len(llm.prefixes.load(tmp_path)) == 2
+    outputs = generate(llm, prompts)
+    assert tokens_of(outputs) == tokens_of(wanted) and seen == [0, 0] and cached_of(outputs) == [0, 0]
+
+
+def test_of_all_that_delete_a_name_one_has_deleted_it(llm, monkeypatch):
+    monkeypatch.setattr(llm.prefixes, "call", lambda do: (llm.engine.call(do), time.sleep(0.002))[0])
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(5):
+            llm.prefixes.add([5] * 20, name="rules")
+            answers = list(threads.map(llm.delete_prefix, ["rules"] * 4))
+            assert sorted(answers) == [False, False, False, True]
 
 
 def test_a_name_that_is_gone_is_no_text(llm):

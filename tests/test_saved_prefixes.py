@@ -55,8 +55,8 @@ def a_family() -> list[SavedPrefix]:
     left, right = ([*root, *tail] for tail in random_prompts(2, 30, 21))
     return [
         prefix("root", root),
-        prefix("left", left, parent="root"),
-        prefix(None, right, parent="root"),
+        prefix("left", left, parent=0),
+        prefix(None, right, parent=0),
         prefix("theirs", left, salt="them"),
         prefix("short", root[:3]),
     ]

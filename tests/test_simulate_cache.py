@@ -96,6 +96,43 @@ def test_what_is_no_trace_is_refused(tmp_path, capsys):
     assert simulate_cache.main([str(tmp_path / "none.jsonl")]) == 2
 
 
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"prompt_token_ids": []}], "no request has a token"),
+        ([{"hash_ids": [], "input_length": 0}], "no request has a token"),
+        ([{"hash_ids": [1, 2]}], "a row is not as its first one says: KeyError('input_length')"),
+        ([{"prompt_token_ids": [1]}, {"hash_ids": [1], "input_length": 4}], "a row is not as its first one says"),
+        ([{"prompt_token_ids": ["a"]}], "a row is not as its first one says"),
+        ([{"prompt_token_ids": [2**40]}], "a row is not as its first one says"),
+        ([], "neither a Mooncake trace"),
+    ],
+)
+def test_a_trace_without_sense_is_refused(rows, message, tmp_path, capsys):
+    assert simulate_cache.main([str(write(tmp_path / "x.jsonl", rows, lines=True))]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_conversations_without_words_are_refused(tmp_path, capsys):
+    assert simulate_cache.main([str(write(tmp_path / "x.json", []))]) == 2
+    assert "no request has a token" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--page-size", "--num-pages", "--max-num-seqs", "--window", "--limit", "--pool"])
+def test_sizes_are_positive(option, mooncake, capsys):
+    for value in ("0", "-1", "nan"):
+        with pytest.raises(SystemExit):
+            simulate_cache.main([str(mooncake), option, value])
+        assert option in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("page_size", [16, 512, 1024])
+def test_ids_of_blocks_may_be_of_any_size(page_size, tmp_path):
+    rows = [{"hash_ids": [2**40, 2**63], "input_length": 1024, "output_length": None}] * 2
+    path = write(tmp_path / "x.jsonl", rows, lines=True)
+    assert rate(path, 200, "lru", page_size=page_size) == pytest.approx(1023 / 2048)
+
+
 def test_every_policy_with_every_eviction(mooncake, tmp_path, capsys):
     picture = tmp_path / "found.png"
     options = ["--num-pages", "8", "16", "--page-size", "512", "256", "--schedule-policy", *policies.POLICIES]
