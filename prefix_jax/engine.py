@@ -155,7 +155,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.sequences) or self.in_flight is not None
+        """Whether anything is left to compute or, where an interrupt came between, to give out."""
+        return bool(self.sequences or self.ready) or self.in_flight is not None
 
     def add(self, request: Request) -> None:
         """Queues a request. ValueError if its id is in use, or its prompt can never fit into the pool."""

@@ -206,6 +206,8 @@ class LLM:
         """For fronts of other kinds: queues what `stream` would run, from any thread, and returns the request ids.
         `give` gets what `stream` would yield, from the thread that steps: it must not wait, and if it raises, its
         request is dropped. Somebody has to call `step` while `engine.has_work`."""
+        if not callable(give):
+            raise TypeError(f"give must be a function that takes an output, got {give!r}")
         requests, _ = self._read(_as_list(prompts), sampling_params, prefix_pos, prefix, cache_mode, streams=True)
         self._add(requests, give, set())
         return [request.request_id for request in requests.values()]

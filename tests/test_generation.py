@@ -1,6 +1,7 @@
 """Several answers to a prompt, answers while they grow, conversations, beams, and SGLang's words for it all."""
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import threading
@@ -428,6 +429,37 @@ def test_what_raises_at_its_outputs_ends_its_request_alone(caplog):
     assert not llm._receivers and not llm.engine.sequences
     with pytest.raises(ValueError, match="'bad' is taken"):
         llm.submit([{"prompt_token_ids": prompts[2], "request_id": "bad"}] * 2, fail, sampled(200))
+
+
+def test_the_last_output_comes_though_an_interrupt_came_first():
+    """Ctrl-C reaches a front's thread as it passes on what is left; it goes on while there is work."""
+    llm = make_llm()
+    (prompt,) = random_prompts(55, 9)
+    (expected,) = tokens_of(generate(llm, [prompt], greedy(3)))
+    given = []
+
+    def give(output):
+        if not output.finished:
+            return
+        given.append(output.outputs[0].token_ids)
+        if len(given) == 1:
+            raise KeyboardInterrupt
+
+    llm.submit([prompt], give, greedy(3))
+    for _ in range(20):
+        if llm.engine.has_work:
+            with contextlib.suppress(KeyboardInterrupt):
+                llm.step()
+    assert given == [expected[-1:], expected[-1:]]
+    assert not llm.engine.ready and not llm._receivers
+
+
+def test_what_takes_no_outputs_is_refused_before_anything_is_queued():
+    llm = make_llm()
+    for give in (None, greedy(3)):
+        with pytest.raises(TypeError, match="give must be a function that takes an output, got"):
+            llm.submit([[5, 6]], give, greedy(3))
+    assert not llm.engine.has_work
 
 
 class AsyncFront:
