@@ -34,7 +34,7 @@ from prefix_jax.prefix_pool import Encoded, Prefix, PrefixPool
 from prefix_jax.prompts import Prompt, PromptReader
 from prefix_jax.request import Request, RequestOutput, SamplingParams, refused_output
 from prefix_jax.saved_prefixes import SavedPrefix, load_prefixes, save_prefixes
-from prefix_jax.tokenizer import Tokenizer
+from prefix_jax.tokenizer import Tokenizer, ids_stated
 from prefix_jax.weights import checkpoint_dtype, load_model, read_config
 
 log = logging.getLogger(__name__)
@@ -49,9 +49,9 @@ class LLM:
     tokenizer: a folder or a GGUF file; None: the model's own, which a dummy model need not have. dtype: "auto" is
     float32 on a CPU and the checkpoint's on a GPU. device: a JAX platform ("cpu", "gpu"); None: JAX's default.
     tensor_parallel_size: how many devices share the model; devices: which; None: the first of the platform.
-    generation_config: the folder of the generation_config.json for get_default_sampling_params; "auto": the model's;
-    "vllm": none. All else is EngineConfig's. Raises ValueError for what does not fit together, before any weight is
-    read where possible.
+    generation_config: the folder of the generation_config.json for get_default_sampling_params and more end tokens;
+    "auto": the model's; "vllm": none. All else is EngineConfig's. Raises ValueError for what does not fit together,
+    before any weight is read where possible.
     """
 
     def __init__(
@@ -72,8 +72,10 @@ class LLM:
         found = _find_devices(device, devices, tensor_parallel_size)
         self._mesh = Mesh(np.array(found), (AXIS,)) if tensor_parallel_size > 1 else None
         self._device = found[0] if found else None
-        self.model_config = read_config(model, load_format).for_length(config.max_model_len)
         self._generation_config = _read_generation_config(generation_config, model)
+        model_config = read_config(model, load_format).for_length(config.max_model_len)
+        eos_ids = {*model_config.eos_ids, *ids_stated(self._generation_config)}
+        self.model_config = replace(model_config, eos_ids=tuple(sorted(eos_ids)))
         self.tokenizer = _load_tokenizer(tokenizer, model, load_format)
         if self.tokenizer is not None:
             self.tokenizer.check_fits(self.model_config.vocab_size)

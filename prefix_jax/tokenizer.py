@@ -386,6 +386,12 @@ def _certain(text: str, max_unfinished: int) -> str:
     return text[: max(len(text.rstrip(_REPLACEMENT)), len(text) - max_unfinished)]
 
 
+def ids_stated(config: Mapping[str, Any]) -> list[int]:
+    """The EOS ids of a config.json or generation_config.json, where there may be one, several or none."""
+    stated = config.get("eos_token_id")
+    return [token_id for token_id in (stated if isinstance(stated, list) else [stated]) if token_id is not None]
+
+
 def _from_folder(folder: Path) -> Tokenizer:
     path = folder / "tokenizer.json"
     try:
@@ -404,7 +410,6 @@ def _from_folder(folder: Path) -> Tokenizer:
         for name, value in config.items()
         if name.endswith("_token") and isinstance(value, (str, Mapping))
     }
-    stated_eos = [model_config.get("eos_token_id") for model_config in model_configs]
     chat_template, tool_template = config.get("chat_template"), None
     if isinstance(chat_template, list):
         named = {entry["name"]: entry["template"] for entry in chat_template}
@@ -415,7 +420,7 @@ def _from_folder(folder: Path) -> Tokenizer:
         backend,
         special_tokens=special_tokens,
         bos_id=model_configs[0].get("bos_token_id"),
-        eos_ids={eos for stated in stated_eos for eos in (stated if isinstance(stated, list) else [stated])} - {None},
+        eos_ids={token_id for model_config in model_configs for token_id in ids_stated(model_config)},
         chat_template=chat_template,
         tool_template=tool_template,
         add_bos=config.get("add_bos_token"),
@@ -448,4 +453,5 @@ def _from_gguf(path: Path) -> Tokenizer:
         eos_ids={fields.get("eot_token_id")} - {None},
         chat_template=metadata.get("tokenizer.chat_template"),
         add_bos=bool(fields.get("add_bos_token", False)),
+        add_eos=bool(fields.get("add_eos_token", False)),
     )

@@ -431,7 +431,9 @@ def test_the_real_tiny_model_has_one_bos(shared_data):
     assert tokenizer.decode(ids) == "Once upon a time"
 
 
-def write_gguf_tokenizer(path: Path, backend: tokenizers.Tokenizer, model: str = "gpt2", pre: str = "smollm") -> Path:
+def write_gguf_tokenizer(
+    path: Path, backend: tokenizers.Tokenizer, model: str = "gpt2", pre: str = "smollm", *, adds: bool | None = None
+) -> Path:
     content = json.loads(backend.to_str())["model"]
     tokens = sorted(content["vocab"], key=content["vocab"].get)
     writer = gguf.GGUFWriter(path, "llama")
@@ -445,6 +447,10 @@ def write_gguf_tokenizer(path: Path, backend: tokenizers.Tokenizer, model: str =
     writer.add_token_merges(merges)
     writer.add_eos_token_id(0)
     writer.add_eot_token_id(1)
+    if adds is not None:
+        writer.add_bos_token_id(2)
+        writer.add_add_bos_token(adds)
+        writer.add_add_eos_token(adds)
     writer.add_chat_template(CHAT_TEMPLATE)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -461,6 +467,10 @@ def test_a_tokenizer_in_a_gguf_file_encodes_like_its_tokenizer_json(tmp_path):
         assert tokenizer.eos_ids == {0, 1}
     assert tokenizer.render_chat(CHAT).endswith("<|end|><|assistant|>")
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+    plain = tokenizer.encode(TEXT)
+    for adds, want in ((True, [2, *plain, 0]), (False, plain)):
+        tokenizer = Tokenizer.load(write_gguf_tokenizer(tmp_path / f"{adds}.gguf", tiny_tokenizer(), adds=adds))
+        assert tokenizer.encode(TEXT) == want
 
 
 @pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "tekken"])
