@@ -416,6 +416,8 @@ def _from_folder(folder: Path) -> Tokenizer:
         chat_template, tool_template = named.get("default"), named.get("tool_use")
     if (folder / "chat_template.jinja").exists():
         chat_template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    if (path := folder / "additional_chat_templates" / "tool_use.jinja").exists():
+        tool_template = path.read_text(encoding="utf-8")
     return Tokenizer(
         backend,
         special_tokens=special_tokens,
@@ -452,6 +454,7 @@ def _from_gguf(path: Path) -> Tokenizer:
         special_tokens={name: tokens[token_id] for name, token_id in special_ids.items() if token_id is not None},
         eos_ids={fields.get("eot_token_id")} - {None},
         chat_template=metadata.get("tokenizer.chat_template"),
+        tool_template=metadata.get("tokenizer.chat_template.tool_use"),
         add_bos=bool(fields.get("add_bos_token", False)),
         add_eos=bool(fields.get("add_eos_token", False)),
     )

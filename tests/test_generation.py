@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import copy
 import functools
 import itertools
+import json
 import threading
 
 import jax
@@ -583,6 +585,32 @@ def test_chat_goes_on_with_the_last_message_and_names_tools():
     ]:
         with pytest.raises(ValueError, match=error):
             llm.chat(messages, greedy(3), **options)
+
+
+def test_messages_as_openai_has_them_become_what_templates_expect():
+    """As in vLLM: no content is an empty one, and arguments of tool calls are no JSON inside JSON."""
+    llm = make_llm()
+    call = {"id": "0", "type": "function", "function": {"name": "f", "arguments": '{"é": [1, null]}'}}
+    bare = {"id": "1", "type": "function", "function": {"name": "g", "arguments": ""}}
+    chat = [
+        {"role": "user", "content": "and?", "tool_calls": None},
+        {"role": "assistant", "content": None, "tool_calls": [call, bare]},
+        {"role": "tool", "tool_call_id": "0"},
+        {"role": "assistant", "content": "the", "tool_calls": []},
+    ]
+    before = copy.deepcopy(chat)
+    template = (
+        "{% for m in messages %}[{{ m.content }}]{% if 'tool_calls' in m %}"
+        "{% for call in m.tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}{% endif %}{% endfor %}"
+    )
+    (output,) = llm.chat(chat, greedy(1), chat_template=template, use_tqdm=False)
+    assert output.prompt == '[and?][]{"é": [1, null]}{}[][the]' and chat == before
+    call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    (same,) = llm.chat(chat, greedy(1), chat_template=template, use_tqdm=False)
+    assert same.prompt == output.prompt
+    call["function"]["arguments"] = "{no JSON"
+    with pytest.raises(ValueError, match="arguments of a tool call must be JSON"):
+        llm.chat(chat, greedy(1))
 
 
 def test_encode_gives_what_generate_takes():
