@@ -164,6 +164,8 @@ class LLM:
         """
         if on_error not in ("raise", "return"):
             raise ValueError(f'on_error must be "raise" or "return", got {on_error!r}')
+        if on_output is not None and not callable(on_output):
+            raise TypeError(f"on_output must be a function that takes an output, got {on_output!r}")
         prompts = _as_list(prompts)
         requests, errors = self._read(prompts, sampling_params, prefix_pos, prefix, cache_mode, on_error=on_error)
         results = {index: _refused(prompts[index], error, index) for index, error in errors.items()}
@@ -305,6 +307,8 @@ class LLM:
 
     def abort(self, request_id: str) -> None:
         """Ends a request that is running in another thread; its output so far is returned with reason "abort"."""
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id must be a string, as outputs have it, got {request_id!r}")
         self.engine.abort(request_id)
 
     def delete_prefix(self, prefix: Prefix | str | Sequence[int], cache_salt: str | None = None) -> bool:

@@ -482,14 +482,20 @@ class AsyncFront:
     async def stream(self, prompt, params):
         loop, outputs = asyncio.get_running_loop(), asyncio.Queue()
         give = functools.partial(loop.call_soon_threadsafe, outputs.put_nowait)
-        (request_id,) = await asyncio.to_thread(self.llm.submit, [prompt], give, params)
-        self.wake.set()
+        submitted = asyncio.ensure_future(asyncio.to_thread(self.llm.submit, [prompt], give, params))
+        submitted.add_done_callback(lambda _: self.wake.set())
         try:
+            await asyncio.shield(submitted)
             while not (output := await outputs.get()).finished:
                 yield output
             yield output
         finally:
-            self.llm.abort(request_id)  # of one that is left early
+            submitted.add_done_callback(self._abort)  # of one that is left early, also while it submits
+
+    def _abort(self, submitted: asyncio.Future) -> None:
+        for request_id in () if submitted.exception() else submitted.result():
+            self.llm.abort(request_id)
+        self.wake.set()
 
     def close(self) -> None:
         self.closed = True
@@ -534,6 +540,38 @@ def test_an_asyncio_front_sits_on_top():
     assert {(o.index, a.index): (a.text, a.token_ids, "length") for o in whole for a in o.outputs} == expected
     llm.reset_prefix_cache()
     assert not front.thread.is_alive() and not llm._receivers and not llm.engine.sequences
+
+
+def test_a_client_of_a_front_may_leave_while_it_submits(monkeypatch):
+    llm = make_llm()
+    front, submit = AsyncFront(llm), llm.submit
+    begun, left, queued = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(*args):
+        begun.set()
+        left.wait(60)
+        request_ids = submit(*args)
+        queued.set()
+        return request_ids
+
+    async def leave() -> None:
+        client = asyncio.ensure_future(anext(front.stream(random_prompts(54, 9)[0], sampled(200))))
+        await asyncio.to_thread(begun.wait, 60)
+        client.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await client
+        left.set()
+        await asyncio.to_thread(queued.wait, 60)
+        while llm.engine.has_work:
+            await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(llm, "submit", slow)
+    steps = llm.engine.num_steps
+    try:
+        asyncio.run(asyncio.wait_for(leave(), 300))
+    finally:
+        front.close()
+    assert llm.engine.num_steps - steps < 100 and not llm._receivers and not llm.engine.sequences
 
 
 # Conversations --------------------------------------------------------------------------------------------------------
