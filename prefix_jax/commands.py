@@ -9,18 +9,21 @@ from queue import SimpleQueue
 from threading import RLock
 from typing import Any
 
+from prefix_jax.pauses import interrupts_wait
+
 
 @contextmanager
 def hold(lock: Any, timeout: float) -> Iterator[bool]:
-    """Whether the RLock came within so many seconds. It is given back whatever interrupts, also a signal that is
-    handled between its coming and the next line."""
-    before, held = lock._is_owned(), False
-    try:
-        held = lock.acquire(timeout=timeout)
-        yield held
-    finally:
-        if held or (not before and lock._is_owned()):
-            lock.release()
+    """Whether the RLock came within so many seconds. Ctrl-C waits until it is given back; it is given back whatever
+    else interrupts, also a signal that is handled between its coming and the next line."""
+    with interrupts_wait():
+        before, held = lock._is_owned(), False
+        try:
+            held = lock.acquire(timeout=timeout)
+            yield held
+        finally:
+            if held or (not before and lock._is_owned()):
+                lock.release()
 
 
 class Commands:

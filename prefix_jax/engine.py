@@ -58,7 +58,8 @@ class Engine:
         self.config = config
         self.tokenizer = tokenizer
         self.eos_id = tokenizer.eos_id if tokenizer else None  # the one that needs no naming when it ends an answer
-        self.eos_ids = frozenset(model.config.eos_ids) | (tokenizer.eos_ids if tokenizer else frozenset())
+        stated = frozenset(model.config.eos_ids) | (tokenizer.eos_ids if tokenizer else frozenset())
+        self.eos_ids = stated & frozenset(range(model.config.vocab_size))  # no others are ever drawn
         attention = config.attention or default_implementation()
         scales = None
         if config.kv_dtype is not None:
@@ -155,7 +156,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.sequences) or self.in_flight is not None
+        """Whether anything is left to compute or, where an interrupt came between, to give out."""
+        return bool(self.sequences or self.ready) or self.in_flight is not None
 
     def add(self, request: Request) -> None:
         """Queues a request. ValueError if its id is in use, or its prompt can never fit into the pool."""

@@ -34,7 +34,7 @@ from prefix_jax.prefix_pool import Encoded, Prefix, PrefixPool
 from prefix_jax.prompts import Prompt, PromptReader
 from prefix_jax.request import Request, RequestOutput, SamplingParams, refused_output
 from prefix_jax.saved_prefixes import SavedPrefix, load_prefixes, save_prefixes
-from prefix_jax.tokenizer import Tokenizer
+from prefix_jax.tokenizer import Tokenizer, ids_stated
 from prefix_jax.weights import checkpoint_dtype, load_model, read_config
 
 log = logging.getLogger(__name__)
@@ -49,9 +49,9 @@ class LLM:
     tokenizer: a folder or a GGUF file; None: the model's own, which a dummy model need not have. dtype: "auto" is
     float32 on a CPU and the checkpoint's on a GPU. device: a JAX platform ("cpu", "gpu"); None: JAX's default.
     tensor_parallel_size: how many devices share the model; devices: which; None: the first of the platform.
-    generation_config: the folder of the generation_config.json for get_default_sampling_params; "auto": the model's;
-    "vllm": none. All else is EngineConfig's. Raises ValueError for what does not fit together, before any weight is
-    read where possible.
+    generation_config: the folder of the generation_config.json for get_default_sampling_params and more end tokens;
+    "auto": the model's; "vllm": none. All else is EngineConfig's. Raises ValueError for what does not fit together,
+    before any weight is read where possible.
     """
 
     def __init__(
@@ -72,8 +72,10 @@ class LLM:
         found = _find_devices(device, devices, tensor_parallel_size)
         self._mesh = Mesh(np.array(found), (AXIS,)) if tensor_parallel_size > 1 else None
         self._device = found[0] if found else None
-        self.model_config = read_config(model, load_format).for_length(config.max_model_len)
         self._generation_config = _read_generation_config(generation_config, model)
+        model_config = read_config(model, load_format).for_length(config.max_model_len)
+        eos_ids = {*model_config.eos_ids, *ids_stated(self._generation_config)}
+        self.model_config = replace(model_config, eos_ids=tuple(sorted(eos_ids)))
         self.tokenizer = _load_tokenizer(tokenizer, model, load_format)
         if self.tokenizer is not None:
             self.tokenizer.check_fits(self.model_config.vocab_size)
@@ -162,6 +164,8 @@ class LLM:
         """
         if on_error not in ("raise", "return"):
             raise ValueError(f'on_error must be "raise" or "return", got {on_error!r}')
+        if on_output is not None and not callable(on_output):
+            raise TypeError(f"on_output must be a function that takes an output, got {on_output!r}")
         prompts = _as_list(prompts)
         requests, errors = self._read(prompts, sampling_params, prefix_pos, prefix, cache_mode, on_error=on_error)
         results = {index: _refused(prompts[index], error, index) for index, error in errors.items()}
@@ -206,6 +210,8 @@ class LLM:
         """For fronts of other kinds: queues what `stream` would run, from any thread, and returns the request ids.
         `give` gets what `stream` would yield, from the thread that steps: it must not wait, and if it raises, its
         request is dropped. Somebody has to call `step` while `engine.has_work`."""
+        if not callable(give):
+            raise TypeError(f"give must be a function that takes an output, got {give!r}")
         requests, _ = self._read(_as_list(prompts), sampling_params, prefix_pos, prefix, cache_mode, streams=True)
         self._add(requests, give, set())
         return [request.request_id for request in requests.values()]
@@ -301,6 +307,8 @@ class LLM:
 
     def abort(self, request_id: str) -> None:
         """Ends a request that is running in another thread; its output so far is returned with reason "abort"."""
+        if not isinstance(request_id, str):
+            raise TypeError(f"request_id must be a string, as outputs have it, got {request_id!r}")
         self.engine.abort(request_id)
 
     def delete_prefix(self, prefix: Prefix | str | Sequence[int], cache_salt: str | None = None) -> bool:

@@ -1,10 +1,11 @@
-"""Python's full garbage collections, put off while steps are planned.
+"""What would come between, put off: Python's full garbage collections while steps are planned, and Ctrl-C.
 
-One goes through every object of the process, of which JAX alone brings a quarter of a million: 0.1 to 0.2 seconds, in
-which no step is planned and the device waits.
+A collection goes through every object of the process, of which JAX alone brings a quarter of a million: 0.1 to 0.2
+seconds, in which no step is planned and the device waits.
 """
 
 import gc
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -38,3 +39,26 @@ def no_full_collections() -> Iterator[None]:
             _entered -= 1
             if not _entered:
                 gc.set_threshold(*_before)
+
+
+@contextmanager
+def interrupts_wait() -> Iterator[None]:
+    """Ctrl-C comes at the end, where nothing is left half done; a second one does not wait."""
+    handle = signal.getsignal(signal.SIGINT)
+    if not callable(handle) or threading.current_thread() is not threading.main_thread():
+        yield  # handlers run in the main thread alone
+        return
+    came = []
+
+    def put_off(*args) -> None:
+        came.append(args)
+        if len(came) > 1:
+            handle(*args)
+
+    signal.signal(signal.SIGINT, put_off)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handle)
+        if came:
+            handle(*came[0])

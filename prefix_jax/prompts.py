@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import logging
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -209,7 +210,7 @@ class PromptReader:
         for message in messages:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise ValueError(f'a message must be a dict with a "role", got {message!r:.80}')
-        return copy.deepcopy([*(above.messages if above else ()), *map(_join_parts, messages)])
+        return copy.deepcopy([*(above.messages if above else ()), *map(_for_template, messages)])
 
     def _need_tokenizer(self) -> None:
         if self.tokenizer is None:
@@ -259,14 +260,34 @@ class PromptReader:
         return ids[1:] if ids[:1] == [self.tokenizer.bos_id] else ids
 
 
-def _join_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Content in parts, as OpenAI's messages may have it, becomes one text: as in vLLM each part is a line."""
-    if not isinstance(parts := message.get("content"), list):
-        return message
-    for part in parts:
+def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
+    """What OpenAI's messages may have becomes what templates expect, as in vLLM: of content in parts each is a line of
+    one text, none is an empty text, and arguments of tool calls are what their JSON says."""
+    message = {**message, "content": _join_parts(message.get("content"))}
+    if calls := message.pop("tool_calls", None):
+        message["tool_calls"] = [_with_arguments(call) for call in calls] if isinstance(calls, list) else calls
+    return message
+
+
+def _join_parts(content: Any) -> Any:
+    if not isinstance(content, list | None):
+        return content
+    for part in content or ():
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise ValueError(f'a part of a message must be {{"type": "text", "text": …}}, got {part!r:.80}')
-    return {**message, "content": "\n".join(part["text"] for part in parts)}
+    return "\n".join(part["text"] for part in content or ())
+
+
+def _with_arguments(call: Any) -> Any:
+    if not isinstance(call, Mapping) or not isinstance(function := call.get("function"), Mapping):
+        return call
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError as error:
+            raise ValueError(f"the arguments of a tool call must be JSON, got {arguments!r:.80}") from error
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _token_list(tokens: Any) -> list[int]:

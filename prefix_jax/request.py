@@ -156,8 +156,8 @@ _RANGES = (  # name, kind, least, most, in words
     ("top_k", Integral, -1, 2**31 - 1, "-1 or 0, for off, or a positive int32"),
     ("min_p", Real, 0, 1, "in [0, 1]"),
     ("seed", Integral, 0, 2**64 - 1, "-1, for none, or in [0, 2**64)"),
-    ("max_tokens", Integral, 0, 2**31 - 1, "at least 1"),
-    ("min_tokens", Integral, 0, 2**31 - 1, "at least 0"),
+    ("max_tokens", Integral, 0, 2**31 - 1, "at least 1 and below 2**31"),
+    ("min_tokens", Integral, 0, 2**31 - 1, "at least 0 and below 2**31"),
     ("logprobs", Integral, 0, MAX_LOGPROBS, f"in [0, {MAX_LOGPROBS}]"),
     ("prompt_logprobs", Integral, 0, MAX_LOGPROBS, f"in [0, {MAX_LOGPROBS}]"),
 )

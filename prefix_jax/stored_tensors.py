@@ -223,7 +223,8 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
     values["architectures"] = ["MistralForCausalLM" if has_window else GGUF_ARCHITECTURES[architecture]]
     values["vocab_size"] = int(tensors["token_embd.weight"].shape[1]) if "token_embd.weight" in tensors else None
     values["tie_word_embeddings"] = "output.weight" not in tensors
-    values |= {f"{kind}_token_id": metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("bos", "eos")}
+    bos, *ends = (metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("bos", "eos", "eot"))
+    values |= {"bos_token_id": bos, "eos_token_id": [token_id for token_id in ends if token_id is not None]}
     values = {key: value for key, value in values.items() if value is not None}
     if ROPE_DIVISORS in tensors:  # those of all lengths: in a config.json this is how to say it
         divisors = tensors[ROPE_DIVISORS].data.tolist()

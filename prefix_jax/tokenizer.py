@@ -403,6 +403,12 @@ def _certain(text: str, max_unfinished: int) -> str:
     return text[: max(len(text.rstrip(_REPLACEMENT)), len(text) - max_unfinished)]
 
 
+def ids_stated(config: Mapping[str, Any]) -> list[int]:
+    """The EOS ids of a config.json or generation_config.json, where there may be one, several or none."""
+    stated = config.get("eos_token_id")
+    return [token_id for token_id in (stated if isinstance(stated, list) else [stated]) if token_id is not None]
+
+
 def _from_folder(folder: Path) -> Tokenizer:
     path = folder / "tokenizer.json"
     try:
@@ -421,18 +427,19 @@ def _from_folder(folder: Path) -> Tokenizer:
         for name, value in config.items()
         if name.endswith("_token") and isinstance(value, (str, Mapping))
     }
-    stated_eos = [model_config.get("eos_token_id") for model_config in model_configs]
     chat_template, tool_template = config.get("chat_template"), None
     if isinstance(chat_template, list):
         named = {entry["name"]: entry["template"] for entry in chat_template}
         chat_template, tool_template = named.get("default"), named.get("tool_use")
     if (folder / "chat_template.jinja").exists():
         chat_template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    if (path := folder / "additional_chat_templates" / "tool_use.jinja").exists():
+        tool_template = path.read_text(encoding="utf-8")
     return Tokenizer(
         backend,
         special_tokens=special_tokens,
         bos_id=model_configs[0].get("bos_token_id"),
-        eos_ids={eos for stated in stated_eos for eos in (stated if isinstance(stated, list) else [stated])} - {None},
+        eos_ids={token_id for model_config in model_configs for token_id in ids_stated(model_config)},
         chat_template=chat_template,
         tool_template=tool_template,
         add_bos=config.get("add_bos_token"),
@@ -461,7 +468,9 @@ def _from_gguf(path: Path) -> Tokenizer:
         special_tokens={name: tokens[token_id] for name, token_id in special_ids.items() if token_id is not None},
         eos_ids={fields.get("eot_token_id")} - {None},
         chat_template=metadata.get("tokenizer.chat_template"),
+        tool_template=metadata.get("tokenizer.chat_template.tool_use"),
         add_bos=bool(fields.get("add_bos_token", kind == "llama" or _is_llama3(fields))),
+        add_eos=bool(fields.get("add_eos_token", False)),
     )
 
 

@@ -120,6 +120,7 @@ def test_one_too_long_prompt_leaves_the_order_as_it_is(llm, place):
         ({"params": [greedy()]}, "sampling_params has 1 entries for 2 prompts"),
         ({"params": [greedy(), None]}, r"sampling_params\[1\] is not usable: None"),
         ({"params": {"temperature": 0}}, r"sampling_params\[0\] is not usable"),
+        ({"on_output": 5}, "on_output must be a function that takes an output, got 5"),
         ({"on_error": "ignore"}, 'on_error must be "raise" or "return", got \'ignore\''),
         ({"params": greedy(stop_token_ids=[300])}, r"prompts\[0\]: stop_token_ids must be in \[0, 300\), got \[300\]"),
         ({"params": greedy(stop_token_ids=[-1])}, r"stop_token_ids must be in \[0, 300\), got \[-1\]"),
@@ -148,6 +149,8 @@ def test_bad_options_show_what_was_got(llm, options, error):
         ({"top_k": 2**31}, "top_k must be -1 or 0"),
         ({"top_k": 1.5}, "top_k must be an integer, got 1.5"),
         ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        ({"max_tokens": 2**31}, r"max_tokens must be at least 1 and below 2\*\*31, got 2147483648"),
+        ({"min_tokens": 2**31}, r"min_tokens must be at least 0 and below 2\*\*31, got 2147483648"),
         ({"max_tokens": True}, "max_tokens must be an integer, got True"),
         ({"seed": -2}, r"seed must be -1, for none, or in \[0"),
         ({"seed": 2**64}, "seed must be -1"),
@@ -198,6 +201,12 @@ def test_options_that_make_no_engine_are_refused(options, error):
 def test_bytes_are_no_token_ids(llm, prompts):
     with pytest.raises(ValueError, match=r"a prompt must be text, a list of token ids.*got b"):
         generate(llm, prompts)
+
+
+@pytest.mark.parametrize("request_id", [7, None, ["a", "b"]])
+def test_an_abort_of_what_is_no_id_is_refused(llm, request_id):
+    with pytest.raises(TypeError, match="request_id must be a string, as outputs have it, got"):
+        llm.abort(request_id)
 
 
 @pytest.mark.parametrize("prompts", [None, 5, np.int32(5)])

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import threading
@@ -462,6 +463,55 @@ def test_an_interrupt_while_outputs_are_made_loses_nobodys(monkeypatch):
     assert done == [other]
     assert tokens_of(generate(llm, prompts[:1], greedy(8))) == [mine]
     assert not llm.engine.has_work and not llm._receivers and not llm.engine.ready
+
+
+@pytest.mark.parametrize("call", [2, 3])
+@pytest.mark.parametrize("place", ["collect", "text", "output"])
+def test_ctrl_c_waits_for_the_end_of_a_step(place, call, monkeypatch):
+    """It may come between any two lines, also where a token has been kept and its text has not."""
+    llm = make_llm()
+    prompts = random_prompts(45, 9, 10)
+    expected = tokens_of(generate(llm, prompts, greedy(8)))
+    text = generate(llm, prompts, greedy(8))[1].outputs[0].text
+    owner, name = {
+        "collect": (llm.engine.scheduler, "settle"),
+        "text": (llm.tokenizer, "decode"),
+        "output": (llm.engine.outputs, "_completion"),
+    }[place]
+    do, given, calls = getattr(owner, name), [], itertools.count()
+
+    def interrupted(*args, **named):
+        done = do(*args, **named)
+        if threading.current_thread() is threading.main_thread() and next(calls) == call:
+            signal.raise_signal(signal.SIGINT)
+        return done
+
+    llm.submit([prompts[1]], given.append, greedy(8))
+    stream = llm.stream([prompts[0]], greedy(8))
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(stream)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    while llm.engine.has_work:
+        llm.step()
+    assert [token for delta in given for token in delta.outputs[0].token_ids] == expected[1]
+    assert "".join(delta.outputs[0].text for delta in given) == text
+    assert not llm._receivers and not llm.engine.ready
+    assert tokens_of(generate(llm, prompts, greedy(8))) == expected
+
+
+def test_a_second_ctrl_c_does_not_wait():
+    came = []
+
+    def interrupt() -> None:
+        for number in range(3):
+            came.append(number)
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt), hold(threading.RLock(), 0.1):
+        interrupt()
+    assert came == [0, 1] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_signal_right_behind_its_acquisition_leaves_no_lock_behind():

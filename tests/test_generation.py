@@ -1,8 +1,11 @@
 """Several answers to a prompt, answers while they grow, conversations, beams, and SGLang's words for it all."""
 
 import asyncio
+import contextlib
+import copy
 import functools
 import itertools
+import json
 import threading
 
 import jax
@@ -430,6 +433,37 @@ def test_what_raises_at_its_outputs_ends_its_request_alone(caplog):
         llm.submit([{"prompt_token_ids": prompts[2], "request_id": "bad"}] * 2, fail, sampled(200))
 
 
+def test_the_last_output_comes_though_an_interrupt_came_first():
+    """Ctrl-C reaches a front's thread as it passes on what is left; it goes on while there is work."""
+    llm = make_llm()
+    (prompt,) = random_prompts(55, 9)
+    (expected,) = tokens_of(generate(llm, [prompt], greedy(3)))
+    given = []
+
+    def give(output):
+        if not output.finished:
+            return
+        given.append(output.outputs[0].token_ids)
+        if len(given) == 1:
+            raise KeyboardInterrupt
+
+    llm.submit([prompt], give, greedy(3))
+    for _ in range(20):
+        if llm.engine.has_work:
+            with contextlib.suppress(KeyboardInterrupt):
+                llm.step()
+    assert given == [expected[-1:], expected[-1:]]
+    assert not llm.engine.ready and not llm._receivers
+
+
+def test_what_takes_no_outputs_is_refused_before_anything_is_queued():
+    llm = make_llm()
+    for give in (None, greedy(3)):
+        with pytest.raises(TypeError, match="give must be a function that takes an output, got"):
+            llm.submit([[5, 6]], give, greedy(3))
+    assert not llm.engine.has_work
+
+
 class AsyncFront:
     """What an asyncio front needs of an LLM: one thread that steps, and outputs that it passes on to an event loop."""
 
@@ -448,14 +482,20 @@ class AsyncFront:
     async def stream(self, prompt, params):
         loop, outputs = asyncio.get_running_loop(), asyncio.Queue()
         give = functools.partial(loop.call_soon_threadsafe, outputs.put_nowait)
-        (request_id,) = await asyncio.to_thread(self.llm.submit, [prompt], give, params)
-        self.wake.set()
+        submitted = asyncio.ensure_future(asyncio.to_thread(self.llm.submit, [prompt], give, params))
+        submitted.add_done_callback(lambda _: self.wake.set())
         try:
+            await asyncio.shield(submitted)
             while not (output := await outputs.get()).finished:
                 yield output
             yield output
         finally:
-            self.llm.abort(request_id)  # of one that is left early
+            submitted.add_done_callback(self._abort)  # of one that is left early, also while it submits
+
+    def _abort(self, submitted: asyncio.Future) -> None:
+        for request_id in () if submitted.exception() else submitted.result():
+            self.llm.abort(request_id)
+        self.wake.set()
 
     def close(self) -> None:
         self.closed = True
@@ -500,6 +540,38 @@ def test_an_asyncio_front_sits_on_top():
     assert {(o.index, a.index): (a.text, a.token_ids, "length") for o in whole for a in o.outputs} == expected
     llm.reset_prefix_cache()
     assert not front.thread.is_alive() and not llm._receivers and not llm.engine.sequences
+
+
+def test_a_client_of_a_front_may_leave_while_it_submits(monkeypatch):
+    llm = make_llm()
+    front, submit = AsyncFront(llm), llm.submit
+    begun, left, queued = threading.Event(), threading.Event(), threading.Event()
+
+    def slow(*args):
+        begun.set()
+        left.wait(60)
+        request_ids = submit(*args)
+        queued.set()
+        return request_ids
+
+    async def leave() -> None:
+        client = asyncio.ensure_future(anext(front.stream(random_prompts(54, 9)[0], sampled(200))))
+        await asyncio.to_thread(begun.wait, 60)
+        client.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await client
+        left.set()
+        await asyncio.to_thread(queued.wait, 60)
+        while llm.engine.has_work:
+            await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(llm, "submit", slow)
+    steps = llm.engine.num_steps
+    try:
+        asyncio.run(asyncio.wait_for(leave(), 300))
+    finally:
+        front.close()
+    assert llm.engine.num_steps - steps < 100 and not llm._receivers and not llm.engine.sequences
 
 
 # Conversations --------------------------------------------------------------------------------------------------------
@@ -551,6 +623,32 @@ def test_chat_goes_on_with_the_last_message_and_names_tools():
     ]:
         with pytest.raises(ValueError, match=error):
             llm.chat(messages, greedy(3), **options)
+
+
+def test_messages_as_openai_has_them_become_what_templates_expect():
+    """As in vLLM: no content is an empty one, and arguments of tool calls are no JSON inside JSON."""
+    llm = make_llm()
+    call = {"id": "0", "type": "function", "function": {"name": "f", "arguments": '{"é": [1, null]}'}}
+    bare = {"id": "1", "type": "function", "function": {"name": "g", "arguments": ""}}
+    chat = [
+        {"role": "user", "content": "and?", "tool_calls": None},
+        {"role": "assistant", "content": None, "tool_calls": [call, bare]},
+        {"role": "tool", "tool_call_id": "0"},
+        {"role": "assistant", "content": "the", "tool_calls": []},
+    ]
+    before = copy.deepcopy(chat)
+    template = (
+        "{% for m in messages %}[{{ m.content }}]{% if 'tool_calls' in m %}"
+        "{% for call in m.tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}{% endif %}{% endfor %}"
+    )
+    (output,) = llm.chat(chat, greedy(1), chat_template=template, use_tqdm=False)
+    assert output.prompt == '[and?][]{"é": [1, null]}{}[][the]' and chat == before
+    call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    (same,) = llm.chat(chat, greedy(1), chat_template=template, use_tqdm=False)
+    assert same.prompt == output.prompt
+    call["function"]["arguments"] = "{no JSON"
+    with pytest.raises(ValueError, match="arguments of a tool call must be JSON"):
+        llm.chat(chat, greedy(1))
 
 
 def test_encode_gives_what_generate_takes():

@@ -175,6 +175,24 @@ def test_every_end_token_ends_the_answer_and_all_but_the_tokenizers_are_named(en
     assert (answer.token_ids, answer.stop_reason) == ([end], end)
 
 
+def test_the_models_end_tokens_count_whatever_tokenizer_it_gets():
+    """C62: those of its generation_config.json, or of the one that takes its place; ids that it has no logits of end
+    nothing."""
+    weights = load_file(tiny_folder() / "model.safetensors")
+    folder = write_checkpoint(home() / "ends_of_its_own", tiny_config(eos_token_id=[0, -1]), weights)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [9, 11, 300]}))
+    with compiling_once():
+        own = LLM(folder, tokenizer=tiny_folder(), use_tqdm=False, **TINY)
+        lent = LLM(tiny_folder(), generation_config=folder, use_tqdm=False, **TINY)
+        none = LLM(tiny_config(eos_token_id=[300]), load_format="dummy", use_tqdm=False, **TINY)
+    prompt, ends = [5, 6, 7], SamplingParams(temperature=0, max_tokens=9, min_tokens=2, logit_bias={11: 100.0})
+    for llm in (own, lent):
+        assert llm.engine.eos_ids == {0, 9, 11}
+        answer = generate(llm, [prompt], ends)[0].outputs[0]
+        assert (len(answer.token_ids) > 2, answer.finish_reason, answer.stop_reason) == (True, "stop", 11)
+    assert len(generate(none, [prompt], ends)[0].outputs[0].token_ids) == 9
+
+
 def test_defaults_are_the_checkpoints_where_nothing_is_given_and_else_the_callers():
     """A checkpoint's penalty or top_k is applied unasked, ignored where promised, or only some keys are:
     lm-evaluation-harness#3154, NeMo-RL#3497, vllm#50767 (C63)."""

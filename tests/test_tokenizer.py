@@ -319,6 +319,10 @@ def test_a_folder_gives_its_chat_template_from_any_of_its_places(tmp_path):
         tokenizer = Tokenizer.load(folder)
     (folder / "chat_template.jinja").write_text("from the file")
     assert Tokenizer.load(folder).render_chat(CHAT) == "from the file"
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("for tools, from a file")
+    assert Tokenizer.load(folder).render_chat(CHAT, tools=[{"name": "f"}]) == "for tools, from a file"
+    assert Tokenizer.load(folder).render_chat(CHAT) == "from the file"
     rewrite(folder / "tokenizer_config.json", chat_template=None)
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(ValueError, match="no chat template"):
@@ -465,7 +469,8 @@ def write_gguf_tokenizer(
         writer.add_bos_token_id(vocab[bos])
     writer.add_eos_token_id(0)
     writer.add_eot_token_id(1)
-    writer.add_chat_template(CHAT_TEMPLATE)
+    templates = [{"name": "default", "template": CHAT_TEMPLATE}, {"name": "tool_use", "template": "x"}]
+    writer.add_chat_template(templates)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -481,7 +486,13 @@ def test_a_tokenizer_in_a_gguf_file_encodes_like_its_tokenizer_json(tmp_path):
         assert tokenizer.eos_ids == {0, 1}
         assert tokenizer.vocab_size == 272 and tokenizer.decode([272]) == ""
     assert tokenizer.render_chat(CHAT).endswith("<|end|><|assistant|>")
+    assert tokenizer.render_chat(CHAT, tools=[{"name": "f"}]) == "x"
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+    plain = tokenizer.encode(TEXT)
+    for adds, want in ((True, [2, *plain, 0]), (False, plain)):
+        fields = {"bos": tiny_tokenizer().id_to_token(2), "add_bos_token": adds, "add_eos_token": adds}
+        tokenizer = Tokenizer.load(write_gguf_tokenizer(tmp_path / f"{adds}.gguf", tiny_tokenizer(), **fields))
+        assert tokenizer.encode(TEXT) == want
 
 
 SCRIPTS = (
