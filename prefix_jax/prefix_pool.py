@@ -23,6 +23,7 @@ from prefix_jax.prefix_trie import Node, common_len
 log = logging.getLogger(__name__)
 
 Content = Any  # text, token ids, or chat messages
+MOST_GONE = 10_000  # names of deleted prefixes that are still known as such, and not taken for text
 
 
 class PinBudgetError(ValueError):
@@ -141,7 +142,7 @@ class PrefixPool:
         self.prefixes: dict[tuple[Hashable, bytes], Prefix] = {}  # by prefix_pos, the least recently used first
         self.added: dict[Prefix, None] = {}  # handles, in order
         self.names: dict[str, Prefix] = {}
-        self.gone: set[str] = set()  # names of prefixes that there were
+        self.gone: dict[str, None] = {}  # names of prefixes that there were, the last MOST_GONE in order
         self.by_first_page: dict[tuple[Hashable, bytes], list[Prefix]] = {}  # the added ones of a page and more
         self.next_expiry = float("inf")
         self.encode: Callable[[Content, Encoded | None], Encoded] = encode_tokens
@@ -401,7 +402,10 @@ class PrefixPool:
             del self.added[prefix]
             if prefix.name is not None:
                 del self.names[prefix.name]
-                self.gone.add(prefix.name)
+                self.gone.pop(prefix.name, None)
+                self.gone[prefix.name] = None
+                if len(self.gone) > MOST_GONE:
+                    del self.gone[next(iter(self.gone))]
             if prefix.num_pages:
                 key = self._first_page(prefix)
                 self.by_first_page[key].remove(prefix)

@@ -9,7 +9,7 @@ import pytest
 from engines import TIGHT, cached_of, check_greedy, generate, greedy, make_llm, random_prompts, tiny_folder, tokens_of
 from tiny_models import tiny_config, tiny_weights, write_checkpoint
 
-from prefix_jax import LLM, PinBudgetError
+from prefix_jax import LLM, PinBudgetError, prefix_pool
 
 TEXT = "the hen and the other one, and then the end of the day when all the hens and the men went home again. "
 CHAT = [{"role": "system", "content": TEXT}]
@@ -128,6 +128,17 @@ def test_a_prefix_expires_and_can_be_refreshed(llm, monkeypatch):
     llm.prefixes.add(prefix, name="short", ttl=1).refresh(None)
     now += 1e6
     assert "short" in llm.prefixes
+
+
+def test_the_last_deleted_names_are_known_as_such(llm, monkeypatch):
+    monkeypatch.setattr(prefix_pool, "MOST_GONE", 2)
+    for name in "abac":
+        llm.prefixes.add([1, 2, 3], name=name)
+        assert llm.delete_prefix(name)
+    assert list(llm.prefixes.gone) == ["a", "c"]
+    for name in "ac":
+        with pytest.raises(ValueError, match=f"prefix '{name}' is deleted or has expired"):
+            llm.generate([[5]], prefix=name, use_tqdm=False)
 
 
 def test_over_budget_adding_and_pinning_say_who_holds_what():
