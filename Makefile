@@ -1,11 +1,13 @@
 # make demo    answer the bundled questions with the default model (MODEL=path: another one; EXTRAS=cuda13: on a GPU)
 # make test    the whole suite            make lint    ruff, as CI runs it
 # Everything lives in $(VENV); the stamps in it make a second run start at once. ARGS reaches the script or pytest.
+# Tests run in JOBS processes, each file in one of them: its tests share what is compiled.
 PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?=
 MODEL ?=
 ARGS ?=
+JOBS ?= 2
 
 python := $(VENV)/bin/python
 comma := ,
@@ -16,7 +18,7 @@ demo: $(VENV)/installed-$(or $(EXTRAS),core) $(if $(MODEL),,$(VENV)/default-mode
 	$(python) scripts/serve_offline.py $(if $(MODEL),--model "$(MODEL)") $(ARGS)
 
 test: $(VENV)/installed-test $(VENV)/default-model $(VENV)/h200
-	$(python) -m pytest $(ARGS)
+	$(python) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: $(VENV)/installed-test
 	$(python) -m ruff format --check .
