@@ -14,7 +14,7 @@ import shutil
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,9 @@ import jax
 import numpy as np
 from jaxtyping import Int, Shaped
 
-from prefix_jax.checkpoint import CheckpointError, orbax_checkpointer
+from prefix_jax.checkpoint import CheckpointError, open_array, orbax_checkpointer
 from prefix_jax.engine import Engine
+from prefix_jax.kv_store import page_bytes
 from prefix_jax.prefix_cache import PageTable
 from prefix_jax.prefix_trie import Node
 from prefix_jax.runner import SLOT_GROUP, Runner
@@ -94,13 +95,17 @@ def load_prefixes(
     if not engine.config.enable_prefix_caching:
         raise ValueError("prefixes are loaded into the prefix cache, and this engine has none")
     save, groups = _read(Path(path), engine)
-    put = engine.runner.put
-    ahead = [put(group) for group in groups[:AHEAD]]
-    sums = [int(checksum(put(group))) for group in groups[AHEAD:]]
-    sums = [int(value) for value in jax.device_get([checksum(group) for group in ahead])] + sums
-    if sums != save["checksums"]:
+    runner, put = engine.runner, engine.runner.put
+    room = _room_for_groups(runner.devices[0], SLOT_GROUP * page_bytes(runner.config, 1, runner.kv_dtype))
+    sources, sums = [], []  # the first ones stay on the device until they are written
+    for group in groups:
+        here = put(group)
+        sums.append(checksum(here))
+        sources.append(here if len(sources) < room else group)
+        if len(sources) > room:
+            sums[-1].block_until_ready()
+    if [int(value) for value in jax.device_get(sums)] != save["checksums"]:
         raise CheckpointError(f"{path}: the K and V are damaged")
-    sources = [*ahead, *groups[AHEAD:]]
     tables: list[PageTable] = []
     loaded: list[SavedPrefix] = []
     num_short = 0
@@ -111,7 +116,7 @@ def load_prefixes(
             saved = tokens[: len(pages) * save["page_size"]]
             tables.append(table := engine.cache.insert(saved, entry["salt"]))
             engine.spill()
-            _write_pages(engine.runner, table, pages, save["page_size"], sources)
+            _write_pages(runner, table, pages, save["page_size"], sources)
             engine.cache.publish(table, saved, len(saved), written=True)
             num_short += len(table.nodes) < len(saved) // engine.config.page_size
             named = [entry[name] for name in ("parent", "salt", "content")]
@@ -120,7 +125,7 @@ def load_prefixes(
     finally:
         for table in tables:
             engine.cache.close(table)
-        if any(slots.is_deleted() for slots in jax.tree.leaves(engine.runner.store)):
+        if any(slots.is_deleted() for slots in jax.tree.leaves(runner.store)):
             engine.start_over()  # a write failed that had the store
     if num_short:
         log.warning("the pool is short: of %d prefixes only the first pages are loaded", num_short)
@@ -164,6 +169,12 @@ def _write_pages(
         runner.write_slots(slots, runner.put(groups[index]))
 
 
+def _room_for_groups(device: Any, group_bytes: int) -> int:
+    """Groups that may lie on the device beside all that it has: in a quarter of what is free, where it tells."""
+    stats = device.memory_stats()
+    return max(AHEAD, (stats["bytes_limit"] - stats["bytes_in_use"]) // 4 // group_bytes) if stats else AHEAD
+
+
 def _slots(pages: Int[np.ndarray, " n"], page_size: int) -> Int[np.ndarray, " slots"]:
     return (pages[:, None] * page_size + np.arange(page_size, dtype=np.int32)).reshape(-1)
 
@@ -191,8 +202,9 @@ def _write(path: Path, document: dict[str, Any], groups: list[Values]) -> None:
         shutil.rmtree(path / f"{FOLDER}{number}", ignore_errors=True)
 
 
-def _read(path: Path, engine: Engine) -> tuple[dict[str, Any], list[Values]]:
-    """The latest save below `path` and its groups, padded; CheckpointError unless it is whole and fits the engine."""
+def _read(path: Path, engine: Engine) -> tuple[dict[str, Any], Iterator[Values]]:
+    """The latest save below `path` and its groups, padded; CheckpointError, now or from the iterator, unless it is
+    whole and fits the engine."""
     import orbax.checkpoint as ocp
 
     saves = _saves(path)
@@ -210,21 +222,23 @@ def _read(path: Path, engine: Engine) -> tuple[dict[str, Any], list[Values]]:
             raise CheckpointError(f"{folder} is damaged, or of another version than {VERSION}")
         _check_settings(folder, save, engine)
         _check_lengths(folder, save, engine)
-        if not save["checksums"]:
-            return save, []
-        numpy = ocp.RestoreArgs(restore_type=np.ndarray)
-        names = {str(index): numpy for index in range(len(save["checksums"]))}
-        try:
-            arrays = ocp.args.PyTreeRestore(restore_args=names)
-            stored = checkpointer.restore(folder, ocp.args.Composite(kv=arrays)).kv
-        except Exception as error:
-            raise CheckpointError(f"{folder} is damaged or cut short: {error}") from error
-    groups = [_pad(stored[name]) for name in names]
     config = engine.runner.config
-    shape = (SLOT_GROUP, config.num_layers, 2, config.num_kv_heads, config.head_dim)
-    if any(group.shape != shape or group.dtype != engine.runner.kv_dtype for group in groups):
-        raise CheckpointError(f"{folder} is damaged: its arrays are not of the shape and dtype that it states")
-    return save, groups
+    shape, dtype = (config.num_layers, 2, config.num_kv_heads, config.head_dim), engine.runner.kv_dtype
+    return save, _groups(folder.absolute(), len(save["checksums"]), shape, dtype)
+
+
+def _groups(folder: Path, count: int, shape: tuple[int, ...], dtype: np.dtype) -> Iterator[Values]:
+    """Each as soon as it is read; all are read side by side."""
+    try:
+        arrays = [open_array(folder / "kv" / str(index)) for index in range(count)]
+        if any(array.shape[1:] != shape or array.dtype.numpy_dtype != dtype for array in arrays):
+            raise CheckpointError(f"{folder} is damaged: its arrays are not of the shape and dtype that it states")
+        for reading in [array.read() for array in arrays]:
+            yield _pad(reading.result())
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{folder} is damaged or cut short: {error}") from error
 
 
 def _saves(path: Path) -> list[int]:

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from tqdm import tqdm
 
-from prefix_jax.checkpoint import CheckpointError, GgufFile, orbax_checkpointer, read_json
+from prefix_jax.checkpoint import CheckpointError, GgufFile, open_array, orbax_checkpointer, read_json
 
 Shape = tuple[int, ...]
 
@@ -283,18 +283,11 @@ def _read_all(tensors: Mapping[str, StoredTensor], use_tqdm: bool) -> Iterator[t
 
 
 def _restore(folder: Path, name: str, entry: Mapping[str, Any]) -> np.ndarray:
-    """By the library that Orbax reads with, one array at a time: Orbax itself reads its list of all arrays anew for
-    each call, and holds what it reads twice. Of a mapped file only the pages of one piece are held."""
+    """Of a mapped file only the pages of one piece are held."""
     import tensorstore
 
-    spec = {
-        "driver": "zarr",
-        "kvstore": {"driver": "file", "path": str(folder / "model" / name)},
-        "context": {"file_io_mode": {"mode": "memmap"}},
-        "fill_missing_data_reads": False,
-    }
     try:
-        stored = tensorstore.open(spec, open=True, read=True).result()
+        stored = open_array(folder / "model" / name)
         values = _to_fill(stored.shape, stored.dtype.numpy_dtype)
         step = max(1, READ_AT_ONCE * len(values) // max(1, values.nbytes))
         for start in range(0, len(values), step):

@@ -6,6 +6,7 @@ import json
 import resource
 from array import array
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -117,6 +118,16 @@ def test_shared_pages_are_saved_once_and_many_groups_are_one_save(tmp_path, monk
     for p, values in zip(load_prefixes(tmp_path, llm.engine), known, strict=True):
         end = p.num_pages * 8
         np.testing.assert_array_equal(values_of(llm, p.tokens, p.salt)[:end], values[:end])
+
+
+@pytest.mark.parametrize(("stats", "want"), [
+    ({"bytes_limit": 1800, "bytes_in_use": 1000}, 20),
+    ({"bytes_limit": 1100, "bytes_in_use": 1000}, saved_prefixes.AHEAD),
+    (None, saved_prefixes.AHEAD),
+])  # fmt: skip
+def test_as_many_groups_stay_on_the_device_as_a_quarter_of_what_is_free_takes(stats, want):
+    device = SimpleNamespace(memory_stats=lambda: stats)
+    assert saved_prefixes._room_for_groups(device, group_bytes=10) == want
 
 
 @settings(max_examples=12, deadline=None)
