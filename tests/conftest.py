@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ INNER_MODULES = {
     f"prefix_jax.{path.stem}" for path in (ROOT / "prefix_jax").iterdir() if path.stem not in OUTER_MODULES
 }
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background and xdist's workers ignore Ctrl-C
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax is first imported
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
 check_types = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int will do for a float
