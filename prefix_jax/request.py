@@ -32,8 +32,8 @@ class SamplingParams:
     least so many times as likely as the likeliest. seed: None or -1 draws a fresh one for each request; the n answers
     differ. A positive presence_penalty or frequency_penalty (in [-2, 2]) lowers the scores of tokens of the output, a
     repetition_penalty over 1 those of prompt and output. logit_bias: what is added to the scores of tokens, within
-    [-100, 100]. allowed_token_ids: no others. bad_words: texts whose tokens never follow one another in the output, as
-    they stand and behind a space. Where all of these leave no token, the answer ends with "length" and says so.
+    [-100, 100]. allowed_token_ids: no others. bad_words: texts whose tokens never follow one another in the output,
+    with a space in front and without. Where all of these leave no token, the answer ends with "length" and says so.
     logits_processors: of those that the engine was built with, by name or themselves; they come last.
 
     max_tokens: None is as many as the model's context and the pool take; 0 only scores the prompt. min_tokens: no

@@ -135,8 +135,10 @@ class Tokenizer:
         return [*ids, self.eos_id] if self._add_eos and not goes_on and ids[-1:] != [self.eos_id] else ids
 
     def encode_word(self, text: str) -> list[list[int]]:
-        """The ids that a text may have inside another: at its beginning, and behind a space if it has none."""
-        ways = [text] if text[0].isspace() else [text, " " + text]
+        """The ids that a text may have inside another: at its beginning, and behind a space, whether it has one or
+        not."""
+        word = text.lstrip()
+        ways = [word, " " + word] if word else [text]
         encoded = [self.encode_rendered(way) for way in ways]
         return [ids for i, ids in enumerate(encoded) if ids and ids not in encoded[:i]]
 
