@@ -1,5 +1,6 @@
 """The README's Python runs as it stands there."""
 
+import gc
 import re
 from pathlib import Path
 
@@ -7,6 +8,13 @@ import pytest
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(autouse=True)
+def one_engine_at_a_time():
+    """On a CPU each takes a tenth of the host's memory."""
+    yield
+    gc.collect()
 
 
 @pytest.mark.slow
