@@ -32,6 +32,12 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def eos_ids_of(config: Mapping[str, Any]) -> list[int]:
+    """Those that a config.json or generation_config.json states, where there may be one, several or none."""
+    stated = config.get("eos_token_id")
+    return [token_id for token_id in (stated if isinstance(stated, list | tuple) else [stated]) if token_id is not None]
+
+
 def read_gguf(path: Path) -> GgufFile:
     """CheckpointError when the file is damaged; of a file that is cut short it names the first tensor it lacks."""
     try:

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from prefix_jax.beam_search import BeamSearchOutput, BeamSearchParams, beam_search
 from prefix_jax.cache_report import CacheReport, make_report
-from prefix_jax.checkpoint import read_json
+from prefix_jax.checkpoint import eos_ids_of, read_json
 from prefix_jax.commands import hold
 from prefix_jax.engine import Engine
 from prefix_jax.engine_config import EngineConfig
@@ -34,7 +34,7 @@ from prefix_jax.prefix_pool import Encoded, Prefix, PrefixPool
 from prefix_jax.prompts import Prompt, PromptReader
 from prefix_jax.request import Request, RequestOutput, SamplingParams, refused_output
 from prefix_jax.saved_prefixes import SavedPrefix, load_prefixes, save_prefixes
-from prefix_jax.tokenizer import Tokenizer, ids_stated
+from prefix_jax.tokenizer import Tokenizer
 from prefix_jax.weights import checkpoint_dtype, load_model, read_config
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class LLM:
         self._device = found[0] if found else None
         self._generation_config = _read_generation_config(generation_config, model)
         model_config = read_config(model, load_format).for_length(config.max_model_len)
-        eos_ids = {*model_config.eos_ids, *ids_stated(self._generation_config)}
+        eos_ids = {*model_config.eos_ids, *eos_ids_of(self._generation_config)}
         self.model_config = replace(model_config, eos_ids=tuple(sorted(eos_ids)))
         self.tokenizer = _load_tokenizer(tokenizer, model, load_format)
         if self.tokenizer is not None:

@@ -21,7 +21,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
-from prefix_jax.checkpoint import read_gguf, read_json
+from prefix_jax.checkpoint import eos_ids_of, read_gguf, read_json
 
 # How a text is split before byte-level BPE, by tokenizer.ggml.pre: expressions, each of which splits the pieces of the
 # one before. "default" is llama.cpp's (src/llama-vocab.cpp), the others are those of the models' own tokenizer.json.
@@ -405,12 +405,6 @@ def _certain(text: str, max_unfinished: int) -> str:
     return text[: max(len(text.rstrip(_REPLACEMENT)), len(text) - max_unfinished)]
 
 
-def ids_stated(config: Mapping[str, Any]) -> list[int]:
-    """The EOS ids of a config.json or generation_config.json, where there may be one, several or none."""
-    stated = config.get("eos_token_id")
-    return [token_id for token_id in (stated if isinstance(stated, list) else [stated]) if token_id is not None]
-
-
 def _from_folder(folder: Path) -> Tokenizer:
     path = folder / "tokenizer.json"
     try:
@@ -441,7 +435,7 @@ def _from_folder(folder: Path) -> Tokenizer:
         backend,
         special_tokens=special_tokens,
         bos_id=model_configs[0].get("bos_token_id"),
-        eos_ids={token_id for model_config in model_configs for token_id in ids_stated(model_config)},
+        eos_ids={token_id for model_config in model_configs for token_id in eos_ids_of(model_config)},
         chat_template=chat_template,
         tool_template=tool_template,
         add_bos=config.get("add_bos_token"),

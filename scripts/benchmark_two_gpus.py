@@ -26,7 +26,7 @@ from benchmark_throughput import NUM_RUNNING, shared_prefix
 from processes import printed
 from profiles import profiled, time_shares
 from render_results import FOLDER, Figure, Results, device_name, own_command
-from runs import ALL_ON, AUTOMATIC, OFF, Bench
+from runs import ALL_ON, AUTOMATIC, OFF, Bench, name_on
 from workloads import Item
 
 from prefix_jax import LLM, SamplingParams
@@ -53,14 +53,10 @@ SAME = {  # whose heads do not divide between two, and whose do; so many layers:
 # One engine, in a process of its own -----------------------------------------------------------------------------
 
 
-def name_of(model: str, num_devices: int) -> str:
-    return f"{model} on {num_devices} devices" if num_devices > 1 else model
-
-
 def steps_alone(model: str, num_devices: int, args: argparse.Namespace, where: str = "") -> Iterator[Figure]:
     """With no executables but those of these steps. where: the collectives are."""
     runner = step_runner(model, args.dtype, [(n, n) for n in args.batch] + [(1, args.prefill)], num_devices)
-    yield from step_figures(name_of(model, num_devices) + where, runner, num_devices, args)
+    yield from step_figures(name_on(model, num_devices) + where, runner, num_devices, args)
 
 
 def workload_figures(model: str, num_devices: int, args: argparse.Namespace) -> Iterator[Figure]:

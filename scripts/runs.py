@@ -63,6 +63,11 @@ class Run:
         return self.num_cached_tokens / max(1, self.num_prompt_tokens)
 
 
+def name_on(model: str, num_devices: int) -> str:
+    """What a model is called in rows of results."""
+    return f"{model} on {num_devices} devices" if num_devices > 1 else model
+
+
 class Bench:
     """An engine, what it is called, and the limits measured before it took the memory."""
 
@@ -87,7 +92,7 @@ class Bench:
         on_cpu = jax.devices()[0].platform == "cpu"
         size = product_size or (1024 if on_cpu else 8192)
         num_devices, dtype_of_limits = engine.get("tensor_parallel_size", 1), jnp.float32 if on_cpu else jnp.bfloat16
-        self.name += f" on {num_devices} devices" if num_devices > 1 else ""
+        self.name = name_on(self.name, num_devices)
         self.ceilings = {name: num_devices * limit for name, limit in measure_ceilings(size, dtype_of_limits).items()}
         started = time.monotonic()
         self.llm = LLM(source, load_format=load_format, dtype=dtype, tokenizer=tokenizer, use_tqdm=False, **engine)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from prefix_jax.checkpoint import eos_ids_of
 from prefix_jax.models.rope import rope_settings
 
 Keys = Mapping[str, Any]
@@ -60,7 +61,6 @@ def settings(config: Keys) -> Switches:
     if "head_dim" not in keys and (heads < 1 or hidden % heads):
         raise ValueError(f"hidden_size {hidden} over {heads} heads is no integer, and head_dim is not stated")
     keys.setdefault("head_dim", hidden // max(heads, 1))
-    eos = keys.get("eos_token_id", ())
     values = {
         "vocab_size": keys["vocab_size"],
         "hidden_size": hidden,
@@ -73,7 +73,7 @@ def settings(config: Keys) -> Switches:
         "rms_norm_eps": keys["rms_norm_eps"],
         "tie_word_embeddings": keys["tie_word_embeddings"],
         "bos_id": keys.get("bos_token_id"),
-        "eos_ids": tuple(eos) if isinstance(eos, (list, tuple)) else (eos,),
+        "eos_ids": tuple(eos_ids_of(keys)),
         "activation": _ACTIVATIONS[activation],
     }
     switches = family.switches(keys)
