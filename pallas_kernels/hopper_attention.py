@@ -16,7 +16,8 @@ from pallas_kernels.scoring import MASKED, Scoring
 from pallas_kernels.tiles import Partials, Tiles
 
 ROWS, HALF = 128, 64  # matrix rows of a tile, and of each of the two warpgroups that compute
-HEADER, TOKEN, PARTIAL, LIMIT = range(4)  # rows of a tile's plan; the last three have a word for each matrix row
+# Rows of a tile's plan: TOKEN, PARTIAL and LIMIT have a word for each matrix row, COLUMN counts positions of a step.
+HEADER, TOKEN, PARTIAL, LIMIT, COLUMN = range(5)
 FIRST, STOP, TABLE_ROW, UNMASKED, START, WORK, WHOLE, CUT = range(8)  # words of the header
 
 
@@ -132,7 +133,7 @@ def tile_attention(
     return x, Partials(*partials) if partials else None
 
 
-def _plan(tiles, positions, num_tokens, num_partials, group, box, block_kv) -> Int[Array, "N 4 128"]:
+def _plan(tiles, positions, num_tokens, num_partials, group, box, block_kv) -> Int[Array, "N 5 128"]:
     """What the kernel has to know of each tile.
 
     Header: first position to load, end of what any token sees, row of the page table, steps that need no mask, first
@@ -149,11 +150,12 @@ def _plan(tiles, positions, num_tokens, num_partials, group, box, block_kv) -> I
     whole, cut = (real & (partial >= num_partials)).any(axis=1), (real & (partial < num_partials)).any(axis=1)
     header = [first, stop, tiles.row, unmasked, tiles.start, tiles.start < tiles.end, whole, cut]
     header = jnp.pad(jnp.stack(header, axis=1, dtype=jnp.int32), ((0, 0), (0, ROWS - len(header))))
-    return jnp.stack([header, *(jnp.repeat(a, group, axis=1) for a in (tiles.token, partial, limit))], axis=1)
+    column = jnp.broadcast_to(jnp.arange(ROWS, dtype=jnp.int32), header.shape)
+    return jnp.stack([header, *(jnp.repeat(a, group, axis=1) for a in (tiles.token, partial, limit)), column], axis=1)
 
 
 def _kernel(
-    plan_ref,  # [N, 4, 128]
+    plan_ref,  # [N, 5, 128]
     table_ref,  # [B, P]
     k_ref,  # [num_slots / box, box, Hkv, D]
     v_ref,
@@ -179,19 +181,16 @@ def _kernel(
     heads = pl.ds(kv_head * group, group)
     num_stages, block_kv, _ = smem.k.shape
 
-    @pl.when(me == 2)
-    def _():
-        tile = plan_ref.shape[0] - 1 - lax.axis_index("tile")
-        plgpu.copy_gmem_to_smem(plan_ref.at[tile], smem.plan, smem.plan_ready.at[0])
-
-    plgpu.barrier_wait(smem.plan_ready.at[0])
-    first, stop, row, unmasked, start, work, whole, cut = (smem.plan[HEADER, i] for i in range(8))
+    # The header straight from memory: an empty tile ends here, and K and V are asked for before the plan has come.
+    tile = plan_ref.shape[0] - 1 - lax.axis_index("tile")
+    first, stop, row, unmasked, start, work, whole, cut = (plan_ref[tile, HEADER, i] for i in range(8))
     steps = pl.cdiv(stop - first, block_kv)
 
     @pl.when((work > 0) & (me == 2))
     def _():
         """Copies the range into the rings, box by box, as they become free."""
         plgpu.set_max_registers(40, action="decrease")
+        plgpu.copy_gmem_to_smem(plan_ref.at[tile], smem.plan, smem.plan_ready.at[0])
         last = (stop - 1) // box * box  # past the end may be anybody's page
         k, v = (k_ref, smem.k, smem.k_ready, smem.k_used), (v_ref, smem.v, smem.v_ready, smem.v_used)
 
@@ -211,7 +210,7 @@ def _kernel(
 
     base = me * HALF
     mine = pl.ds(base, HALF)
-    wgmma, by_row = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
+    wgmma, by_row, by_column = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
     to_log2 = scale * math.log2(math.e)
 
     def attend(q):
@@ -238,8 +237,11 @@ def _kernel(
             scores = pl.run_scoped(score, plgpu.ACC((HALF, block_kv), jnp.float32))
             plgpu.barrier_arrive(smem.k_used.at[slot])
             if masked:
-                position = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=wgmma) + begin
-                visible = (position < lax.broadcast_in_dim(limit, scores.shape, [0])) & (position >= start)
+                # Read: what is computed is kept in 64 registers through all steps, and spilled.
+                column = plgpu.layout_cast(smem.plan[COLUMN, pl.ds(0, block_kv)], by_column)
+                column = lax.broadcast_in_dim(column, scores.shape, [1])
+                visible = column < lax.broadcast_in_dim(limit - begin, scores.shape, [0])
+                visible &= column >= start - begin
                 scores = jnp.where(visible, scores, MASKED)
             new_peak = jnp.maximum(peak, scores.max(axis=1) * to_log2)
             fade = jnp.exp2(peak - new_peak)
@@ -315,6 +317,7 @@ def _kernel(
     @pl.when((work > 0) & (me < 2))
     def _():
         plgpu.set_max_registers(232, action="increase")
+        plgpu.barrier_wait(smem.plan_ready.at[0])
 
         def get(i, token):
             at = x_ref.at[jnp.minimum(token, num_tokens - 1), heads]
