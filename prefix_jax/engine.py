@@ -37,8 +37,17 @@ from prefix_jax.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 GOLDEN = 0x9E3779B97F4A7C15  # odd: the seeds of a request's answers differ
+LARGE_MEMORY = 50 * 2**30  # bytes that JAX may take, three quarters of the device's unless told otherwise
 STAGED_BYTES = 2**29  # of the device's memory, for pages that come back before their sequence is admitted
 SAMPLE_TEXT = Path(__file__).parent / "data" / "system_prompt.txt"  # over which the range of K and V is measured
+
+
+def default_max_num_seqs(on_gpu: bool) -> int:
+    """As many as vLLM runs: on a GPU 256, or where it has some 70 GB and more 1,024."""
+    if not on_gpu:
+        return 32
+    stats = jax.local_devices()[0].memory_stats() or {}
+    return 1024 if stats.get("bytes_limit", 0) >= LARGE_MEMORY else 256
 
 
 @dataclass(frozen=True)
@@ -68,7 +77,7 @@ class Engine:
         on_gpu = is_compiled(attention)
         self.max_model_len = min(config.max_model_len or model.config.max_position, model.config.max_position)
         self.max_num_batched_tokens = config.max_num_batched_tokens or (8192 if on_gpu else 512)
-        self.max_num_seqs = min(config.max_num_seqs or (256 if on_gpu else 32), self.max_num_batched_tokens)
+        self.max_num_seqs = min(config.max_num_seqs or default_max_num_seqs(on_gpu), self.max_num_batched_tokens)
         self.batcher = make_batcher(
             model.split.local,
             model.dtype,

@@ -31,7 +31,7 @@ from prefix_jax.tiling import tile_configs
 from prefix_jax.token_rules import RuleRow, no_rules
 from prefix_jax.weights import fingerprint
 
-COPY_GROUP = 16  # page copies in one launch
+COPY_GROUPS = (16, 128)  # page copies in one launch: those of a step or, when many prompts start at once, many
 PAGE_GROUP = 16  # pages to or from host memory in one launch
 SLOT_GROUP = 512  # positions of saved prefixes in one launch
 CHANGE_GROUP = 4096  # page table changes in one launch, before the step
@@ -124,9 +124,10 @@ class Runner:
             padding = np.zeros((CHANGE_GROUP - len(changes), 2), np.int32)
             padding[:, 0] = self.batcher.max_num_seqs * self.batcher.max_pages
             self.page_table = self._change_pages(self.page_table, *np.concatenate([changes, padding]).T)
-        for copies in _groups(np.array(batch.copies, np.int32).reshape(-1, 2), COPY_GROUP):
-            padding = np.zeros((COPY_GROUP - len(copies), 2), np.int32)
-            self.store = self._copy_pages(self.store, *np.concatenate([copies, padding]).T)
+        size = next((size for size in COPY_GROUPS if size >= len(batch.copies)), COPY_GROUPS[-1])
+        for copies in _groups(np.array(batch.copies, np.int32).reshape(-1, 2), size):
+            padding = np.zeros((size - len(copies), 2), np.int32)
+            self.store = self._copy_pages[size](self.store, *np.concatenate([copies, padding]).T)
         self.write_pages(batch.arrivals)  # a copy may have read what a page held before
         rows, rules = np.array(list(batch.rules), np.int32), list(batch.rules.values())
         for start in range(0, len(rows), RULE_GROUP):
@@ -338,8 +339,10 @@ class Runner:
         jit = functools.partial(jax.jit, donate_argnums=0, out_shardings=self._placed(EVERYWHERE))
         copy = functools.partial(kv_store.copy_pages, page_size=self.page_size)
         copy = jax.jit(copy, donate_argnums=0, out_shardings=self._placed(KV))
-        pair = (jax.ShapeDtypeStruct((COPY_GROUP,), jnp.int32),) * 2
-        self._copy_pages = copy.lower(self.store, *pair).compile(compiler_options=NO_TRIALS)
+        self._copy_pages = {}
+        for size in COPY_GROUPS:
+            pair = (jax.ShapeDtypeStruct((size,), jnp.int32),) * 2
+            self._copy_pages[size] = copy.lower(self.store, *pair).compile(compiler_options=NO_TRIALS)
         pair = (jax.ShapeDtypeStruct((CHANGE_GROUP,), jnp.int32),) * 2
         self._change_pages = jit(change_pages).lower(self.page_table, *pair).compile()
         rules = no_rules(self.config.vocab_size)

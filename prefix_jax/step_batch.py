@@ -30,6 +30,10 @@ SAMPLING_FIELDS = {  # of each row whose logits are read; where nothing is asked
 }
 
 
+MAX_EXECUTABLES = 24  # of the step, on a GPU
+CHANGES_OF_PROMPT = 1024  # entries of the page table, which a long prompt changes at once
+
+
 @dataclass(frozen=True)
 class Tiling:
     """What the attention implementation wants of a plan. wide_rows: query tokens in a wide tile. narrow_programs,
@@ -61,12 +65,15 @@ class Bucket:
 
     kind: "decode" takes chunks of one token, "shared" these and tiles of pages that they share, "mixed" any chunks.
     shapes: of the narrow tiles and, but for "decode", the wide ones; or where all tiles are wide, of these alone.
+    num_prompts: of "mixed", how many chunks of more than one token. num_changes: of the page table.
     """
 
     kind: str
     num_tokens: int
     num_samples: int
     shapes: tuple[TileShape, ...]
+    num_prompts: int = 0
+    num_changes: int = 0
 
     @property
     def name(self) -> str:
@@ -87,7 +94,7 @@ class Bucket:
         """The shape of each array in the packed one, in order."""
         t, k = self.num_tokens, self.num_samples
         fields: dict[str, tuple[int, ...]] = dict.fromkeys(("token", "source", "position", "row"), (t,))
-        fields |= dict.fromkeys(("change_index", "change_page"), (t,))
+        fields |= dict.fromkeys(("change_index", "change_page"), (max(t, self.num_changes),))
         fields |= dict.fromkeys(("sample_token", "sample_row", "sample_position", "target", *SAMPLING_FIELDS), (k,))
         fields["seed"] = (k, 2)
         for kind, shape in zip(self.lists, self.shapes, strict=True):
@@ -133,36 +140,67 @@ def make_buckets(
     for_gpu: bool = False,
 ) -> list[Bucket]:
     """Decode and shared buckets up to `max_num_seqs`, mixed ones up to `max_num_batched_tokens`, each `step` times the
-    one before.
+    one before; for_gpu: those of `_sizes_for_gpu`.
 
-    for_gpu: with others where they count. A step costs its weights at least, so that the smallest are not worth an
-    executable each; but a product of 300 tokens costs by the token, and most steps of a full engine have all its rows
-    and a prompt or a few.
+    for_gpu: mixed ones but the largest have room for few prompts, since the empty places of a list cost time, and for
+    as many changed pages as a long prompt has, since a launch of its own costs more.
     """
-    decode = _sizes(1, min(max_num_seqs, max_num_batched_tokens), step)
-    mixed = _sizes(smallest, max_num_batched_tokens, step) if max_num_batched_tokens > 1 else []
-    shared = [t for t in decode if tiling.costs and t >= tiling.costs.min_sequences and not tiling.fixed]
     if for_gpu:
-        near_full = (max_num_seqs * 5 // 4, max_num_seqs * 3 // 2, max_num_seqs * 3)
-        largest = max(mixed, default=0)
-        mixed = sorted({*mixed, *(size for size in near_full if 16 < size < largest)})
-        mixed = [size for size in mixed if size != 32 or size == largest]
-        decode = decode[:1] + decode[2:] if len(decode) > 2 else decode
-        shared = shared[1:] if len(shared) > 1 else shared
-    kinds = [("decode", t) for t in decode] + [("shared", t) for t in shared] + [("mixed", t) for t in mixed]
-    return [_make_bucket(kind, t, min(t, max_num_seqs), num_kv_heads, tiling) for kind, t in kinds]
+        sizes = _sizes_for_gpu(max_num_seqs, max_num_batched_tokens)
+    else:
+        decode = _sizes(1, min(max_num_seqs, max_num_batched_tokens), step)
+        sizes = {"decode": decode, "shared": decode, "mixed": _sizes(smallest, max_num_batched_tokens, step)}
+    if max_num_batched_tokens == 1:
+        sizes["mixed"] = []
+    if not tiling.costs or tiling.fixed:
+        sizes["shared"] = []
+    else:
+        sizes["shared"] = [t for t in sizes["shared"] if t >= tiling.costs.min_sequences]
+    buckets = []
+    for kind, tokens in [(kind, t) for kind, of_kind in sizes.items() for t in of_kind]:
+        prompts, changes = min(tokens // 2, max_num_seqs), 0
+        if kind == "mixed" and for_gpu:
+            changes = CHANGES_OF_PROMPT
+            if tokens < max_num_batched_tokens:
+                prompts = min(prompts, max(1, tokens // 32))
+        buckets.append(_make_bucket(kind, tokens, max_num_seqs, prompts, changes, num_kv_heads, tiling))
+    return buckets
 
 
-def _make_bucket(kind: str, num_tokens: int, samples: int, num_kv_heads: int, tiling: Tiling) -> Bucket:
+def _sizes_for_gpu(max_num_seqs: int, max_num_batched_tokens: int) -> dict[str, list[int]]:
+    """Powers of two, but for the smallest: a step costs its weights at least, so that these are not worth an executable
+    each. From some hundred tokens on a product costs by the token; so as many sizes between as `MAX_EXECUTABLES` leaves
+    room for: most steps of a full engine have all its rows and a prompt or a few, and most of the others are those in
+    which its sequences end one by one."""
+    rows = min(max_num_seqs, max_num_batched_tokens)
+    sizes = {
+        "decode": sorted({*(t for t in (1, 8, 32) if t < rows), *_sizes(min(64, rows), rows, 2)}),
+        "shared": _sizes(min(64, rows), rows, 2),
+        "mixed": sorted({min(16, max_num_batched_tokens), *_sizes(128, max_num_batched_tokens, 2)}),
+    }
+    between = [("mixed", 64), ("decode", 16)]
+    if rows >= 128:
+        eighths = ("mixed", 12), ("decode", 6), ("decode", 3), ("mixed", 10), ("mixed", 24)  # of the rows
+        between[:0] = [(kind, rows * n // 8) for kind, n in eighths]
+    for kind, tokens in between:
+        if sum(map(len, sizes.values())) < MAX_EXECUTABLES and tokens < sizes[kind][-1]:
+            sizes[kind] = sorted({*sizes[kind], tokens})
+    return sizes
+
+
+def _make_bucket(
+    kind: str, num_tokens: int, max_num_seqs: int, prompts: int, changes: int, num_kv_heads: int, tiling: Tiling
+) -> Bucket:
+    samples = min(num_tokens, max_num_seqs)
     rows, costs = tiling.wide_rows, tiling.costs if kind != "decode" else None
+    room_for = {"num_prompts": prompts if kind == "mixed" else 0, "num_changes": changes}
     if tiling.fixed:
         # Shared tiles take the places of own ones, and a token's ranges are as many either way.
         tiles = (samples + (num_tokens // rows if kind == "mixed" else 0)) * tiling.max_splits
         partials = num_tokens * tiling.max_splits
         room = {"partials": partials, "shared_tiles": tiles, "shared_partials": partials}
-        return Bucket(
-            kind, num_tokens, samples, (TileShape(tiles, rows, tiling.max_splits, fixed=tiling.fixed, **room),)
-        )
+        shape = TileShape(tiles, rows, tiling.max_splits, fixed=tiling.fixed, **room)
+        return Bucket(kind, num_tokens, samples, (shape,), **room_for)
     splits = tiling.splits(tiling.narrow_programs, samples, num_kv_heads)
     shapes = [TileShape(samples * splits, 1, splits, partials=samples * splits if splits > 1 or costs else 0)]
     shared = {}
@@ -180,11 +218,11 @@ def _make_bucket(kind: str, num_tokens: int, samples: int, num_kv_heads: int, ti
     if kind == "mixed":
         splits = tiling.splits(tiling.wide_programs, -(-num_tokens // rows), num_kv_heads)
         # A chunk fills whole tiles but for one; it has at least two tokens.
-        tiles = (num_tokens // rows + min(num_tokens // 2, samples)) * splits + shared.get("shared_tiles", 0)
+        tiles = (num_tokens // rows + prompts) * splits + shared.get("shared_tiles", 0)
         partials = num_tokens * splits if splits > 1 or costs else 0
         partials += shared.get("shared_partials", 0)
         shapes.append(TileShape(tiles, rows, splits, partials=partials, **shared))
-    return Bucket(kind, num_tokens, samples, tuple(shapes))
+    return Bucket(kind, num_tokens, samples, tuple(shapes), **room_for)
 
 
 def _sizes(smallest: int, largest: int, step: int) -> list[int]:
@@ -262,10 +300,15 @@ class Batcher:
         self.last: _Decoded | None = None
         self.covered = np.zeros(self.max_num_seqs, np.int64)  # columns of each row that lie in kept runs
 
-    def bucket_of(self, num_chunks: int, num_tokens: int, shares: bool = False) -> Bucket:
-        """The smallest bucket that takes such a plan; `shares`: with tiles for shared pages."""
+    def bucket_of(self, num_chunks: int, num_tokens: int, num_prompts: int = 0, shares: bool = False) -> Bucket:
+        """The smallest bucket that takes such a plan. num_prompts: chunks of more than one token; shares: with tiles
+        for shared pages."""
         kind = "mixed" if num_chunks < num_tokens else "shared" if shares and self.has_shared else "decode"
-        return next(bucket for bucket in self.buckets if bucket.kind == kind and bucket.num_tokens >= num_tokens)
+        return next(
+            bucket
+            for bucket in self.buckets
+            if bucket.kind == kind and bucket.num_tokens >= num_tokens and bucket.num_prompts >= num_prompts
+        )
 
     def build(self, plan: StepPlan, bucket: Bucket | None = None) -> StepBatch:
         """The arrays of a plan in its bucket, or in a larger one; an empty plan gives a step of padding alone."""
@@ -278,7 +321,8 @@ class Batcher:
         decoded = None
         if bucket is None:
             runs = self._shared_runs(rows, starts, lengths, changes)
-            bucket = self.bucket_of(len(chunks), plan.num_tokens, shares=bool(runs))
+            prompts = int((lengths > 1).sum())
+            bucket = self.bucket_of(len(chunks), plan.num_tokens, prompts, shares=bool(runs))
             if 0 < plan.num_tokens == len(chunks) == plan.num_reads - plan.num_scored and (written <= starts).all():
                 decoded = self._decoded(bucket, rows, starts, runs)
         if decoded is not None and decoded.follows(self.last):
@@ -365,7 +409,8 @@ class Batcher:
         decode = num_tokens == len(table)
         if decode and num_tokens < self.costs.min_sequences:
             return []
-        wide = self.bucket_of(len(table), num_tokens, shares=True).shapes[-1]
+        prompts = int((lengths > 1).sum())
+        wide = self.bucket_of(len(table), num_tokens, prompts, shares=True).shapes[-1]
         runs = choose_runs(
             table,
             starts // self.page_size,

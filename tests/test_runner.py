@@ -22,9 +22,10 @@ from test_kernel_lowering import an_h200
 from tiny_models import tiny_config
 
 from prefix_jax import LLM
+from prefix_jax import runner as runner_module
 from prefix_jax.kv_store import copy_pages, make_kv_store
 from prefix_jax.models.llama import LlamaConfig
-from prefix_jax.runner import CHANGE_GROUP, COPY_GROUP, Runner
+from prefix_jax.runner import CHANGE_GROUP, COPY_GROUPS, Runner
 
 
 @pytest.fixture
@@ -127,18 +128,20 @@ def test_the_device_knows_the_pages_of_every_running_row():
     assert 0 < max(early) <= CHANGE_GROUP
 
 
-def test_more_pages_are_copied_in_a_step_than_one_launch_takes():
+@pytest.mark.parametrize("sizes", [COPY_GROUPS, COPY_GROUPS[:1]], ids=["one large launch", "many launches"])
+def test_more_pages_are_copied_in_a_step_than_a_small_launch_takes(sizes, monkeypatch):
+    monkeypatch.setattr(runner_module, "COPY_GROUPS", sizes)
     llm = make_llm(**WIDE)
     (stem,) = random_prompts(5, 64)
     generate(llm, [stem], greedy(1))
-    count = 2 * COPY_GROUP + 3
+    count = 2 * COPY_GROUPS[0] + 3
     copies, dispatch = [], llm.engine.runner.dispatch
     llm.engine.runner.dispatch = lambda batch: (copies.append(len(batch.copies)), dispatch(batch))[1]
     try:
         outputs = generate(llm, [[*stem[:40], 4 + i] for i in range(count)], greedy(4))
     finally:
         del llm.engine.runner.dispatch
-    assert max(copies) > 2 * COPY_GROUP
+    assert 2 * COPY_GROUPS[0] < max(copies) < COPY_GROUPS[1]
     assert all(cached >= 40 - (stem[40] == 4 + i) for i, cached in enumerate(cached_of(outputs)))
     check_greedy(outputs)
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefix_jax.forest import Costs, Run
-from prefix_jax.step_batch import Batcher, Bucket, Tiling, make_buckets
+from prefix_jax.step_batch import MAX_EXECUTABLES, Batcher, Bucket, Tiling, make_buckets
 from prefix_jax.tile_plan import RANGE_STEP, TilePlan, TileShape, tile_plan
 
 TILINGS = [Tiling(4), Tiling(32), Tiling(8, 64, 32), Tiling(16, 528, 264), Tiling(1, 16, 16, max_splits=4)]
@@ -167,14 +167,37 @@ def test_the_bucket_is_the_smallest_that_takes_the_plan():
 def test_the_number_of_buckets_grows_with_the_logarithm():
     """C36: far too many shapes are compiled and start-up takes minutes (vllm#14510)."""
     tiling = Tiling(32, 528, 264, costs=Costs(32, 2.6, 200.0, 11.0, 1e4))
-    buckets = make_buckets(256, 8192, 8, tiling, for_gpu=True)
-    assert [sum(bucket.kind == kind for bucket in buckets) for kind in ("decode", "shared", "mixed")] == [8, 4, 12]
-    assert {"mixed_320", "mixed_384", "mixed_768"} < {bucket.name for bucket in buckets}, "a full engine, and a prompt"
-    assert len({bucket.name for bucket in buckets}) == len(buckets)
-    assert max(bucket.packed_len for bucket in buckets) * 4 < 4 * 2**20, "one transfer of a few MB at most"
+    for max_num_seqs, counts in ((256, [9, 3, 12]), (1024, [10, 5, 9]), (8, [2, 0, 9])):
+        buckets = make_buckets(max_num_seqs, 8192, 8, tiling, for_gpu=True)
+        assert [sum(bucket.kind == kind for bucket in buckets) for kind in ("decode", "shared", "mixed")] == counts
+        assert len(buckets) <= MAX_EXECUTABLES
+        assert len({bucket.name for bucket in buckets}) == len(buckets)
+        assert max(bucket.packed_len for bucket in buckets) * 4 < 4 * 2**20, "one transfer of a few MB at most"
+        if max_num_seqs > 8:  # a full engine and a prompt; and one that empties
+            assert {f"mixed_{max_num_seqs * 3 // 2}", f"decode_{max_num_seqs * 3 // 4}"} < {b.name for b in buckets}
 
 
-@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 8, 32, 48, 256])
+def test_a_step_of_many_prompts_takes_a_bucket_with_room_for_them():
+    """Small mixed buckets have places for few prompts, since a GPU starts a program for each place; the largest takes
+    any step."""
+    tiling = Tiling(32, 528, 132, costs=Costs(32, 2.6, 200.0, 11.0, 1e4))
+    batcher = Batcher(make_buckets(256, 8192, 8, tiling, for_gpu=True), 256, 4)
+    assert batcher.bucket_of(num_chunks=1, num_tokens=16, num_prompts=1).name == "mixed_16"
+    assert batcher.bucket_of(num_chunks=2, num_tokens=16, num_prompts=2).name == "mixed_64"
+    assert batcher.bucket_of(num_chunks=255, num_tokens=400, num_prompts=17).name == "mixed_768"
+    assert batcher.bucket_of(num_chunks=256, num_tokens=512, num_prompts=256).name == "mixed_8192"
+    for bucket in batcher.buckets:
+        if bucket.kind == "mixed":  # each prompt ends in a tile that it does not fill
+            lengths = np.full(bucket.num_prompts, 2)
+            lengths[: bucket.num_tokens // 2 - bucket.num_prompts] += 1
+            starts = np.zeros_like(lengths)
+            plan = tile_plan(
+                np.arange(len(lengths)), starts, lengths, num_tokens=bucket.num_tokens, shapes=bucket.shapes
+            )
+            assert (plan.lists[1].end > 0).sum() == len(lengths)
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 8, 32, 48, 256, 1024])
 @pytest.mark.parametrize("budget", [1, 2, 16, 17, 24, 31, 32, 33, 48, 64, 320, 8192])
 def test_a_gpu_has_a_bucket_for_every_number_of_tokens(max_num_seqs, budget):
     tiling = Tiling(32, 528, 264, costs=Costs(32, 2.6, 200.0, 11.0, 1e4))
