@@ -15,7 +15,7 @@ import benchmark_generation as generation
 import benchmark_prefix_caching as prefix_caching
 import benchmark_serving as serving
 import benchmark_throughput as throughput
-from benchmark_throughput import NUM_RUNNING, shared_prefix
+from benchmark_throughput import shared_prefix
 from render_results import Figure
 from runs import Bench, add_engine_options, finish, make_bench, open_results, start_figure
 
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         throughput.chosen_lines(args, args.lengths)
         if "text" in args.only and args.data is None:
             raise ValueError("real text needs --data")
-        bench = make_bench(args, max_num_seqs=args.max_num_seqs or (NUM_RUNNING if args.scale == 1 else None))
+        bench = make_bench(args)
         if "text" in args.only and bench.llm.tokenizer is None:
             raise ValueError(f"real text needs a model with a tokenizer, got {args.model}")
     except (ValueError, OSError, MemoryError) as error:

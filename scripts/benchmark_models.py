@@ -12,10 +12,21 @@ from pathlib import Path
 
 import benchmark_throughput as throughput
 from benchmark_step import MODELS, decode_figures, step_runner
-from render_results import Figure
-from runs import Bench, finish, open_results, start_figure
+from ceilings import device_ceilings
+from render_results import FOLDER, Figure, Results, device_name, own_command
+from runs import Bench, finish, start_figure
 
 OVER_LIMIT = "÷ (bytes / copy bandwidth)"
+
+
+def workload_figures(args: argparse.Namespace, until: float) -> Iterator[Figure]:
+    """The original's workload, in an engine that ends with it."""
+    sizes = {"max_num_seqs": throughput.NUM_RUNNING} if args.scale == 1 else {}
+    bench = Bench(args.workload, dtype=args.dtype, product_size=args.product, max_model_len=1024, seed=0, **sizes)
+    yield start_figure(bench)
+    bench.warm_up()
+    lines = throughput.table_lines(None, args.scale)[:1]
+    yield from throughput.table_figures(bench, lines, repeats=args.repeats, seed=0, until=until, profile=True)
 
 
 def step_figures(models: Sequence[str], ceilings: dict[str, float], args: argparse.Namespace) -> Iterator[Figure]:
@@ -41,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--workload", default="baichuan2-13b", choices=MODELS, help="the model that the workload runs on")
+    add("--only", nargs="+", choices=("workload", "steps"), default=["workload", "steps"])
     add("--steps", nargs="*", default=["llama-3-8b", "mistral-7b", "qwen3-8b"], choices=MODELS)
     add("--dtype", default="bfloat16")
     add("--batch", type=int, nargs="+", default=[1, 64, 256])
@@ -55,19 +67,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--plot", action="store_true", help="draw the file's rows into a PNG beside it")
     args = parser.parse_args(argv)
     until = time.monotonic() + args.deadline
-    sizes = {"max_num_seqs": throughput.NUM_RUNNING} if args.scale == 1 else {}
-    bench = Bench(args.workload, dtype=args.dtype, product_size=args.product, max_model_len=1024, seed=0, **sizes)
-    results = open_results("models", bench, args, argv)
-    results.add(start_figure(bench))
-    bench.warm_up()
-    lines = throughput.table_lines(None, args.scale)[:1]
-    for figure in throughput.table_figures(bench, lines, repeats=args.repeats, seed=0, until=until, profile=True):
-        results.add(figure)
-    ceilings = bench.ceilings
-    del bench
-    gc.collect()
-    for figure in step_figures(args.steps, ceilings, args):
-        results.add(figure)
+    limits = device_ceilings(args.product)
+    command = own_command("benchmark_models.py", argv)
+    folder = args.folder or FOLDER
+    results = Results("models", command=command, ceilings=limits, device=device_name(), folder=folder, keep=args.keep)
+    if "workload" in args.only:
+        for figure in workload_figures(args, until):
+            results.add(figure)
+        gc.collect()
+    if "steps" in args.only:
+        for figure in step_figures(args.steps, limits, args):
+            results.add(figure)
     return finish(results, args)
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import workloads
-from benchmark_throughput import NUM_RUNNING, shared_prefix
+from benchmark_throughput import shared_prefix
 from render_results import Figure
 from runs import (
     ALL_ON,
@@ -73,7 +73,7 @@ class Sizes:
 def hit_figures(bench: Bench, sizes: Sizes, args: argparse.Namespace) -> Iterator[Figure]:
     """The arm without a cache does the same work at each rate, so it runs once at each."""
     shape = f"({sizes.prompt} in, {sizes.out} out)"
-    for rate in RATES:
+    for rate in args.rates:
         if time.monotonic() > args.until:
             return
         prefix = round(sizes.prompt * rate)
@@ -241,6 +241,7 @@ def same_answers(what: str, on: Talk | Run, off: Talk | Run, goals: dict[str, fl
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
+    add("--rates", type=float, nargs="+", default=RATES, help="of hits (default: %(default)s)")
     add("--data", type=Path, help="a folder with mt_bench/, sharegpt/ and mmlu/, for real text")
     add("--num-texts", type=int, help="dialogues and questions of each set (default: all)")
     add("--max-tokens", type=int, default=64, help="of an answer in a dialogue")
@@ -279,8 +280,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError("real text needs --data")
         args.model = args.model or (default_model_path() if "text" in parts else "llama-3-8b")
         sizes = Sizes.divided(args.scale)
-        running = None if parts == ["text"] or args.scale > 1 else NUM_RUNNING
-        bench = make_bench(args, max_num_seqs=args.max_num_seqs or running)
+        bench = make_bench(args)
         if "text" in parts and bench.llm.tokenizer is None:
             raise ValueError(f"real text needs a model with a tokenizer, got {args.model}")
     except (ValueError, OSError, MemoryError) as error:

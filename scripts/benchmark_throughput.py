@@ -27,7 +27,7 @@ from workloads import Workload, text_encoder
 
 from prefix_jax.tokenizer import Tokenizer
 
-NUM_RUNNING = 256  # at most, in the table
+NUM_RUNNING = 256  # at most, in the lines of the table that say so
 # On one H200 with its defaults, but up to 1,024 sequences, 16,384 tokens a step and 85 % of the memory; measured once.
 PEER, PEER_DEVICE = "vLLM 0.26", "NVIDIA H200"
 
@@ -35,7 +35,7 @@ PEER, PEER_DEVICE = "vLLM 0.26", "NVIDIA H200"
 @dataclasses.dataclass(frozen=True)
 class Line:
     """One workload of the table. `make` takes a vocabulary's size and a seed; `goals` are must and aim by model, and
-    `gains` those of the same ÷ cache off."""
+    `gains` those of the same ÷ cache off. num_running: sequences at once; None: as many as the engine takes."""
 
     what: str
     make: Callable[[int, int], Workload]
@@ -45,6 +45,7 @@ class Line:
     has_off: bool = False  # is run with the cache off as well
     models: tuple[str, ...] | None = None  # that it is for; None: all
     peer: dict[str, float] = dataclasses.field(default_factory=dict)  # what PEER reached, by model
+    num_running: int | None = NUM_RUNNING
 
 
 def shared_prefix(num: int, prefix: int, suffix: int, out: int, groups: int = 1) -> Callable[[int, int], Workload]:
@@ -137,6 +138,7 @@ def table_lines(lengths: Path | None, scale: int = 1) -> list[Line]:
                 goals={"llama-3-8b": (18_500, 21_000)},
                 peer={"llama-3-8b": 16_700},
                 models=big,
+                num_running=None,
             )
         )
     if scale == 1:
@@ -171,22 +173,23 @@ def table_figures(
         workload = line.make(bench.vocab_size, seed).fitting(bench.max_model_len)
         if not workload.items:
             continue
-        arms = [line.arm, OFF] if line.has_off else [line.arm]
-        runs = bench.measure(workload, arms, repeats, once=[OFF])  # which does the same work each time, and much of it
+        on, off = (dataclasses.replace(arm, num_running=line.num_running) for arm in (line.arm, OFF))
+        arms = [on, off] if line.has_off else [on]
+        runs = bench.measure(workload, arms, repeats, once=[off])  # which does the same work each time, and much of it
         what = f"{bench.name}, {line.what}"
-        figures = list(arm_figures(bench, what, workload, line.arm, runs[line.arm], line.goals.get(bench.name)))
+        figures = list(arm_figures(bench, what, workload, on, runs[on], line.goals.get(bench.name)))
         yield from figures
         if (peer := line.peer.get(bench.name)) and device_name() == PEER_DEVICE:
             over = [rate / peer for rate in figures[0].repeats]
             yield Figure.median(f"{what} ÷ {PEER}'s", over, "x", better="higher")
         if profile and not figures[0].reached:
-            fewer = dataclasses.replace(workload, items=workload.items[:NUM_RUNNING])  # as many as run at once
-            yield from profile_figures(what, lambda fewer=fewer, line=line: bench.run(fewer, line.arm))
+            fewer = dataclasses.replace(workload, items=workload.items[:NUM_RUNNING])
+            yield from profile_figures(what, lambda fewer=fewer, on=on: bench.run(fewer, on))
         if line.has_off:
-            yield from arm_figures(bench, f"{what}, {OFF.name}", workload, OFF, runs[OFF])
-            share = bench.share(what, workload, OFF, runs[OFF])
+            yield from arm_figures(bench, f"{what}, {OFF.name}", workload, off, runs[off])
+            share = bench.share(what, workload, off, runs[off])
             must, aim = line.gains.get(bench.name, (None, None))
-            yield gain(f"{what}: all on ÷ cache off", runs[OFF], runs[line.arm], share, must=must, aim=aim)
+            yield gain(f"{what}: all on ÷ cache off", runs[off], runs[on], share, must=must, aim=aim)
 
 
 def arm_figures(bench: Bench, what: str, workload: Workload, arm: Arm, runs, goals=None) -> Iterator[Figure]:
@@ -291,7 +294,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     try:
         lines = chosen_lines(args, args.dataset_path) if args.table else []
-        bench = make_bench(args, max_num_seqs=args.max_num_seqs or (NUM_RUNNING if args.scale == 1 else None))
+        bench = make_bench(args)
         if not args.table:
             workload = load_workload(args, bench)
     except (ValueError, OSError, MemoryError) as error:

@@ -27,3 +27,9 @@ def measure_ceilings(size: int, dtype: jax.typing.DTypeLike = jnp.bfloat16) -> d
     product = jax.jit(jnp.matmul)
     multiplied = [2 * size**3 / seconds_per_call(lambda: product(a, b), 10) for _ in range(5)]
     return {"copy_bytes_per_s": statistics.median(copied), "product_flop_per_s": statistics.median(multiplied)}
+
+
+def device_ceilings(size: int | None = None) -> dict[str, float]:
+    """Those of the default device in the dtype that suits it; size: as above, None for what suits it too."""
+    on_cpu = jax.devices()[0].platform == "cpu"
+    return measure_ceilings(size or (1024 if on_cpu else 8192), jnp.float32 if on_cpu else jnp.bfloat16)

@@ -14,10 +14,9 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import workloads
 from benchmark_step import LONGEST, MODELS
-from ceilings import measure_ceilings
+from ceilings import device_ceilings
 from render_results import FOLDER, Figure, Results, device_name, own_command
 from rooflines import max_running, roofline
 from serve_offline import use_compilation_cache
@@ -31,7 +30,8 @@ VOID = 0.70  # of its roofline that the arm without a cache must reach, or what 
 @dataclasses.dataclass(frozen=True)
 class Arm:
     """caches: finds and leaves pages in the cache. declares: says what the prefix is (`prefix_pos`). reads_once: pages
-    that running sequences share are read once for all of them. num_pages: of the pool; None: all there are."""
+    that running sequences share are read once for all of them. num_pages: of the pool; None: all there are.
+    num_running: sequences at once, at most; None: as many as the engine takes."""
 
     name: str
     caches: bool = True
@@ -40,6 +40,7 @@ class Arm:
     policy: str = "fifo"
     evicts: str | None = None
     num_pages: int | None = None
+    num_running: int | None = None
 
 
 OFF = Arm("cache off", caches=False, reads_once=False)
@@ -89,17 +90,16 @@ class Bench:
         source, self.name = MODELS.get(model, model), model if model in MODELS else Path(model).stem
         if model in MODELS:
             load_format = "dummy"
-        on_cpu = jax.devices()[0].platform == "cpu"
-        size = product_size or (1024 if on_cpu else 8192)
-        num_devices, dtype_of_limits = engine.get("tensor_parallel_size", 1), jnp.float32 if on_cpu else jnp.bfloat16
+        num_devices = engine.get("tensor_parallel_size", 1)
         self.name = name_on(self.name, num_devices)
-        self.ceilings = {name: num_devices * limit for name, limit in measure_ceilings(size, dtype_of_limits).items()}
+        self.ceilings = {name: num_devices * limit for name, limit in device_ceilings(product_size).items()}
         started = time.monotonic()
         self.llm = LLM(source, load_format=load_format, dtype=dtype, tokenizer=tokenizer, use_tqdm=False, **engine)
         self.start_seconds = time.monotonic() - started
         self.config = self.llm.model_config
         self.vocab_size = self.config.vocab_size
         self.costs = self.llm.engine.batcher.costs
+        self.max_num_seqs = self.llm.engine.max_num_seqs
 
     @property
     def max_model_len(self) -> int:
@@ -109,6 +109,9 @@ class Bench:
     def num_pages(self) -> int:
         return self.llm.engine.runner.num_pages
 
+    def num_running(self, arm: Arm) -> int:
+        return min(arm.num_running or self.max_num_seqs, self.max_num_seqs)
+
     def switch(self, arm: Arm) -> None:
         """Goes on as `arm` says, with an empty cache. ValueError for more pages than the store has."""
         engine = self.llm.engine
@@ -116,8 +119,9 @@ class Bench:
         if num_pages > self.num_pages:
             raise ValueError(f"{arm.name}: {num_pages} pages, the store has {self.num_pages}")
         config = dataclasses.replace(engine.config, schedule_policy=arm.policy, eviction_policy=arm.evicts)
-        if config != engine.config or engine.cache.pool.num_pages != num_pages:
-            engine.config = config
+        sizes = num_pages, self.num_running(arm)
+        if config != engine.config or sizes != (engine.cache.pool.num_pages, engine.max_num_seqs):
+            engine.config, engine.max_num_seqs = config, self.num_running(arm)
             engine.call(engine.start_over)
             # The rest of the pool is out of reach: nobody ever gives these pages back.
             engine.cache.pool.take(self.num_pages - num_pages)
@@ -174,7 +178,7 @@ class Bench:
     def limit_seconds(self, workload: Workload, arm: Arm) -> float:
         """The workload's roofline in this arm."""
         pool = (arm.num_pages or self.num_pages) * self.llm.engine.config.page_size
-        running = max_running(workload.items, self.llm.engine.max_num_seqs, pool, caches=arm.caches)
+        running = max_running(workload.items, self.num_running(arm), pool, caches=arm.caches)
         itemsize, reads_once = self.llm.dtype.itemsize, arm.caches and arm.reads_once and self.costs is not None
         made = roofline(workload.items, self.config, itemsize, running, caches=arm.caches, reads_once=reads_once)
         return made.seconds(self.ceilings)
