@@ -87,12 +87,12 @@ class Results:
         ]
 
     def add(self, *rows: "Figure") -> None:
-        """Prints the rows and writes the file with them. Of a profile, whose rows have names of kernels, a new one
-        takes the place of all."""
+        """Prints the rows and writes the file with them. An old profile goes with the row that it explains, and with
+        any row of a new one: its rows have names of kernels."""
         self.rows += rows
         names = {row.what for row in self.rows}
-        profiles = {head for name in names if (head := _profile_of(name))}
-        self.kept = [row for row in self.kept if row.what not in names and _profile_of(row.what) not in profiles]
+        measured = names | {_profile_of(name) for name in names} - {""}
+        self.kept = [row for row in self.kept if row.what not in names and _profile_of(row.what) not in measured]
         for row in rows:
             print(table_row(row), flush=True)
         self.path.parent.mkdir(parents=True, exist_ok=True)

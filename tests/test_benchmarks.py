@@ -662,11 +662,12 @@ def test_rows_of_other_commands_and_machines_are_kept(tmp_path):
 
 
 def test_a_new_profile_takes_the_place_of_the_old_one(tmp_path):
-    for names in (["a", "a: profile, one", "a: profile, two", "b: profile, one"], ["a: profile, three"]):
+    first = ["a", "a: profile, one", "a: profile, two", "b: profile, one", "c", "c: profile, one"]
+    for names in (first, ["a: profile, three", "c"]):
         results = render_results.Results("x", device="d", folder=tmp_path, keep=True)
         results.add(*(Figure(name, 1, "%") for name in names))
     rows = json.loads((tmp_path / "x.json").read_text())["rows"]
-    assert [row["what"] for row in rows] == ["a", "b: profile, one", "a: profile, three"]
+    assert [row["what"] for row in rows] == ["a", "b: profile, one", "a: profile, three", "c"]
 
 
 def test_a_command_names_no_place_outside_the_checkout():

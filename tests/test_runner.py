@@ -21,7 +21,7 @@ from engines import (
 from test_kernel_lowering import an_h200
 from tiny_models import tiny_config
 
-from prefix_jax import LLM
+from prefix_jax import LLM, tiling
 from prefix_jax import runner as runner_module
 from prefix_jax.kv_store import copy_pages, make_kv_store
 from prefix_jax.models.llama import LlamaConfig
@@ -218,3 +218,23 @@ def test_copying_pages_copies_pages_and_not_the_store(num_kv_heads):
     after = np.asarray(jitted(filled, sources, targets)[1][0]).reshape(501, 4, -1)
     np.testing.assert_array_equal(after[[3, 7]], before[[9, 3]], "every source is read before any target is written")
     np.testing.assert_array_equal(np.delete(after, [3, 7], 0), np.delete(before, [3, 7], 0))
+
+
+def test_buckets_of_a_gpu_give_the_same_answers(monkeypatch):
+    """Many prompts in a step, a few, one, and none; decoding that ends row by row; hits of full pages, and of heads."""
+    monkeypatch.setattr(tiling, "is_compiled", lambda implementation: True)
+    sizes = {"max_num_seqs": 40, "max_num_batched_tokens": 160, "max_model_len": 256, "num_pages": 256}
+    llm = make_llm(attention="xla", page_size=4, forest=True, **sizes)
+    names, build = set(), llm.engine.batcher.build
+    llm.engine.batcher.build = lambda plan: names.add((batch := build(plan)).bucket.name) or batch
+    try:
+        (stem,) = random_prompts(6, 150)
+        outputs = generate(llm, random_prompts(7, *range(1, 40)), [greedy(1 + i) for i in range(39)])
+        outputs += generate(llm, [stem], greedy(2))
+        again = generate(llm, [[*stem, 5 + i] for i in range(12)], greedy(2))
+        several = generate(llm, [[*stem, 5, 6], [*stem, 7, 8, 9]], greedy(2))
+    finally:
+        del llm.engine.batcher.build
+    assert (cached_of(again), cached_of(several)) == ([148] * 12, [151, 151])
+    check_greedy([*outputs, *again, *several])
+    assert {"decode_1", "decode_8", "decode_16", "decode_32", "mixed_16", "mixed_64", "mixed_160"} <= names, names
