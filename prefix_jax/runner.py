@@ -20,12 +20,13 @@ from pallas_kernels import BESIDE_OPTIONS, Merge, Scales, Tiles, is_compiled, pa
 from pallas_kernels.logit_rules import LogitRules
 from pallas_kernels.logprobs import Logprobs
 from prefix_jax import kv_store
+from prefix_jax.buckets import SAMPLING_FIELDS, Bucket
 from prefix_jax.executables import keep
 from prefix_jax.models.llama import KVStore, Llama
 from prefix_jax.models.split import AXIS, EVERYWHERE, HEADS, KV, on_each
 from prefix_jax.sampler import LogitsProcessor, SamplingRows, sample
 from prefix_jax.scheduler import StepPlan
-from prefix_jax.step_batch import SAMPLING_FIELDS, Batcher, Bucket, StepBatch
+from prefix_jax.step_batch import Batcher, StepBatch
 from prefix_jax.tile_plan import TILE_FIELDS
 from prefix_jax.tiling import tile_configs
 from prefix_jax.token_rules import RuleRow, no_rules

@@ -8,9 +8,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from pallas_kernels import Tuning, is_compiled, tuning_for
+from prefix_jax.buckets import Bucket, Tiling, make_buckets
 from prefix_jax.forest import Costs
 from prefix_jax.models.llama import LlamaConfig
-from prefix_jax.step_batch import Batcher, Bucket, Tiling, make_buckets
+from prefix_jax.step_batch import Batcher
 
 FIXED_CUT = 512  # positions between cuts where attention is to be bitwise reproducible, or a multiple of it
 TILE_KINDS = {"decode": ("narrow",), "shared": ("own", "shared"), "mixed": ("narrow", "wide")}  # by kind of bucket

@@ -9,12 +9,13 @@ from array import array
 
 from render_results import Figure, write_results
 
+from prefix_jax.buckets import Tiling, make_buckets
 from prefix_jax.forest import Costs
 from prefix_jax.prefix_cache import PrefixCache
 from prefix_jax.prefix_pool import PrefixPool
 from prefix_jax.request import Request, SamplingParams, Sequence
 from prefix_jax.scheduler import Scheduler, StepPlan
-from prefix_jax.step_batch import Batcher, Tiling, make_buckets
+from prefix_jax.step_batch import Batcher
 
 PAGE_SIZE = 16
 PROMPT_LEN = 8192

@@ -21,9 +21,10 @@ from ceilings import measure_ceilings
 from render_results import Figure, device_name, write_results
 
 from pallas_kernels import BESIDE_OPTIONS, Config, HopperConfig, default_implementation, is_compiled, paged_attention
+from prefix_jax.buckets import Bucket
 from prefix_jax.models.llama import LlamaConfig
 from prefix_jax.runner import batch_merge, batch_tiles
-from prefix_jax.step_batch import Batcher, Bucket
+from prefix_jax.step_batch import Batcher
 from prefix_jax.tile_plan import tile_plan
 from prefix_jax.tiling import make_batcher, tile_configs
 

@@ -7,11 +7,12 @@ or order of events gives wrong tokens, and a freed page is poisoned as soon as t
 
 import numpy as np
 
+from prefix_jax.buckets import Tiling, make_buckets
 from prefix_jax.prefix_cache import PrefixCache
 from prefix_jax.prefix_pool import PrefixPool
 from prefix_jax.request import Request, SamplingParams, Sequence
 from prefix_jax.scheduler import Scheduler, StepPlan
-from prefix_jax.step_batch import Batcher, StepBatch, Tiling, make_buckets
+from prefix_jax.step_batch import Batcher, StepBatch
 
 POISON = -1
 

@@ -9,8 +9,9 @@ from fake_device import FakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prefix_jax.buckets import Bucket, Tiling, make_buckets
 from prefix_jax.forest import Costs, choose_runs, shared_runs
-from prefix_jax.step_batch import Batcher, Bucket, Tiling, make_buckets
+from prefix_jax.step_batch import Batcher
 from prefix_jax.tile_plan import RANGE_STEP, TilePlan, tile_plan
 
 EAGER = Costs(4, wide=1.1, tile=0.0, partial=0.0, launch=0.0, min_sequences=2)

@@ -9,11 +9,12 @@ from fake_device import FakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prefix_jax.buckets import Tiling, make_buckets
 from prefix_jax.forest import Costs
 from prefix_jax.prefix_cache import PrefixCache
 from prefix_jax.request import Request, SamplingParams, Sequence
 from prefix_jax.scheduler import Chunk, StepPlan
-from prefix_jax.step_batch import Batcher, Tiling, make_buckets
+from prefix_jax.step_batch import Batcher
 
 
 class Layout:

@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from prefix_jax.buckets import MAX_EXECUTABLES, Bucket, Tiling, make_buckets
 from prefix_jax.forest import Costs, Run
-from prefix_jax.step_batch import MAX_EXECUTABLES, Batcher, Bucket, Tiling, make_buckets
+from prefix_jax.step_batch import Batcher
 from prefix_jax.tile_plan import RANGE_STEP, TilePlan, TileShape, tile_plan
 
 TILINGS = [Tiling(4), Tiling(32), Tiling(8, 64, 32), Tiling(16, 528, 264), Tiling(1, 16, 16, max_splits=4)]
