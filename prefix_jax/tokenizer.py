@@ -1,47 +1,23 @@
-"""Text to token ids and back: Hugging Face tokenizer.json folders, and what GGUF files hold: byte-level BPE and
-SentencePiece's.
+"""Text to token ids and back, from Hugging Face tokenizer.json folders and GGUF files.
 
-Chat templates are rendered as transformers renders them. Decoding is incremental and in whole characters.
+Decoding is incremental and in whole characters.
 """
 
 import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
-from functools import cached_property, lru_cache, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import tokenizers
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import decoders
 
-from prefix_jax.checkpoint import eos_ids_of, read_gguf, read_json
+from prefix_jax.chat_template import render_template
+from prefix_jax.checkpoint import eos_ids_of, read_json
+from prefix_jax.gguf_tokenizer import read_gguf_tokenizer
 
-# How a text is split before byte-level BPE, by tokenizer.ggml.pre: expressions, each of which splits the pieces of the
-# one before. "default" is llama.cpp's (src/llama-vocab.cpp), the others are those of the models' own tokenizer.json.
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_QWEN2 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
-)
-_LLAMA3 = _QWEN2.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
-GGUF_SPLITS = {
-    "default": (r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", r"[0-9]{3}"),
-    "gpt-2": (_GPT2,),
-    "smollm": (r"\p{N}", _GPT2),
-    "llama-bpe": (_LLAMA3,),
-    "llama-v3": (_LLAMA3,),
-    "llama3": (_LLAMA3,),
-    "qwen2": (_QWEN2,),
-}
-
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = range(1, 6)  # GGUF token types
 _REPLACEMENT = "\ufffd"  # what a decoder gives for bytes that are no character, or not yet
 _CONTEXT_LEN = 6  # ids that stay in the decoder's window: enough to stand on whole characters
 
@@ -92,7 +68,8 @@ class Tokenizer:
             return _from_folder(path)
         gguf_files = [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf"))
         if len(gguf_files) == 1:
-            return _from_gguf(gguf_files[0])
+            backend, options = read_gguf_tokenizer(gguf_files[0])
+            return cls(backend, **options)
         raise ValueError(
             f"no tokenizer.json in {path}; where there is a tokenizer.model, convert it once with transformers: "
             f"AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained({str(path)!r})"
@@ -185,16 +162,9 @@ class Tokenizer:
             raise ValueError("the tokenizer has no chat template; pass the prompt as text or token ids")
         if continue_final_message and add_generation_prompt:
             raise ValueError("continue_final_message and add_generation_prompt exclude each other")
-        if continue_final_message:
-            messages = _marked(messages)
-        try:
-            text = _compile_template(template).render(
-                messages=messages, tools=tools, add_generation_prompt=add_generation_prompt,
-                **{"documents": None, **self._special_tokens, **(chat_template_kwargs or {})},
-            )  # fmt: skip
-        except Exception as error:  # a template is a program
-            raise ValueError(f"the chat template refused the messages: {error}") from error
-        return _cut_at_mark(text) if continue_final_message else text
+        asked = {"tools": tools, "add_generation_prompt": add_generation_prompt}
+        names = {"documents": None, **self._special_tokens, **(chat_template_kwargs or {})}
+        return render_template(template, messages, asked, names, continues=continue_final_message)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
         """Ids of the rendered chat; the template alone says which special tokens there are."""
@@ -351,49 +321,6 @@ _CONTINUATIONS = (
 )
 
 
-class _Generation(Extension):
-    """transformers' {% generation %} … {% endgeneration %}, which marks what the assistant says: it stays as it is."""
-
-    tags = frozenset({"generation"})
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-@lru_cache(maxsize=16)
-def _compile_template(source: str) -> jinja2.Template:
-    def raise_exception(message: str):
-        raise jinja2.TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
-    )
-    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # Jinja's own escapes HTML
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda style: datetime.now().strftime(style)
-    return environment.from_string(source)
-
-
-_MARK = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' own, which templates may know
-
-
-def _marked(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """With a mark behind the content of the last message."""
-    content = messages[-1].get("content")
-    if not isinstance(content, str) or not content.strip():
-        raise ValueError(f"there is no content to continue in the last message: {messages[-1]!r:.80}")
-    return [*messages[:-1], {**messages[-1], "content": content + _MARK}]
-
-
-def _cut_at_mark(text: str) -> str:
-    """A rendered chat up to its mark, without spaces there if the template strips them."""
-    place = text.rfind(_MARK.strip())
-    if place < 0:
-        raise ValueError("there is no content to continue: the chat template does not show that of the last message")
-    return text[:place] if text.startswith(_MARK, place) else text[:place].rstrip()
-
-
 def _common_start(ids: list[int], others: Iterable[list[int]]) -> list[int]:
     for other in others:
         ids = ids[: next((i for i, pair in enumerate(zip(ids, other, strict=False)) if pair[0] != pair[1]), len(other))]
@@ -441,74 +368,3 @@ def _from_folder(folder: Path) -> Tokenizer:
         add_bos=config.get("add_bos_token"),
         add_eos=config.get("add_eos_token"),
     )
-
-
-def _from_gguf(path: Path) -> Tokenizer:
-    prefix = "tokenizer.ggml."
-    metadata = read_gguf(path).metadata
-    fields = {"pre": "default"}
-    fields |= {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
-    kinds = {"gpt2": _byte_level, "llama": _sentencepiece}
-    if (kind := fields.get("model")) not in kinds:
-        raise ValueError(f"{path}: unknown GGUF tokenizer {kind!r}; known: {', '.join(kinds)}")
-    if kind == "gpt2" and fields["pre"] not in GGUF_SPLITS:
-        raise ValueError(f"{path}: unknown GGUF pre-tokenizer {fields['pre']!r}; known: {', '.join(GGUF_SPLITS)}")
-    tokens, backend = fields["tokens"], kinds[kind](fields)
-    for add, types in ((backend.add_special_tokens, (_CONTROL, _UNKNOWN)), (backend.add_tokens, (_USER_DEFINED,))):
-        chosen = [token for token, its_type in zip(tokens, fields["token_type"], strict=True) if its_type in types]
-        add([AddedToken(token, normalized=False, special=_CONTROL in types) for token in chosen])
-    keys = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding", "unk_token": "unknown"}
-    special_ids = {name: fields.get(f"{key}_token_id") for name, key in keys.items()}
-    return Tokenizer(
-        backend,
-        special_tokens={name: tokens[token_id] for name, token_id in special_ids.items() if token_id is not None},
-        eos_ids={fields.get("eot_token_id")} - {None},
-        chat_template=metadata.get("tokenizer.chat_template"),
-        tool_template=metadata.get("tokenizer.chat_template.tool_use"),
-        add_bos=bool(fields.get("add_bos_token", kind == "llama" or _is_llama3(fields))),
-        add_eos=bool(fields.get("add_eos_token", False)),
-    )
-
-
-def _vocabulary(fields: Mapping[str, Any]) -> dict[str, int]:
-    """Without those that only fill up the embedding."""
-    kinds = zip(fields["tokens"], fields["token_type"], strict=True)
-    return {token: token_id for token_id, (token, kind) in enumerate(kinds) if kind != _UNUSED}
-
-
-def _is_llama3(fields: Mapping[str, Any]) -> bool:
-    return GGUF_SPLITS.get(fields["pre"]) == (_LLAMA3,)
-
-
-def _byte_level(fields: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    """Llama 3 takes a word that is a token as it is, whatever the merges say; Qwen composes accents first."""
-    merges = [tuple(merge.split(" ")) for merge in fields["merges"]]
-    backend = tokenizers.Tokenizer(models.BPE(_vocabulary(fields), merges, ignore_merges=_is_llama3(fields)))
-    if fields["pre"] == "qwen2":
-        backend.normalizer = normalizers.NFC()
-    splits = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in GGUF_SPLITS[fields["pre"]]]
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
-    backend.decoder = decoders.ByteLevel()
-    return backend
-
-
-def _sentencepiece(fields: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    """SentencePiece joins the two neighbours whose token has the highest score: any two that make up a token are a
-    merge, in the order of scores. What has no token is spelled in bytes."""
-    ids, types, scores = _vocabulary(fields), fields["token_type"], fields["scores"]
-    merges = []
-    for token in sorted(
-        (token for token in ids if types[ids[token]] == _NORMAL), key=lambda token: -scores[ids[token]]
-    ):
-        halves = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
-        known = [pair for pair in halves if pair[0] in ids and pair[1] in ids]
-        merges += sorted(known, key=lambda pair: (ids[pair[0]], ids[pair[1]]))  # as transformers converts it
-    unknown = fields["tokens"][fields.get("unknown_token_id", 0)]
-    backend = tokenizers.Tokenizer(models.BPE(ids, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
-    has_space = fields.get("add_space_prefix", True)  # in front of the text and of what follows a special token
-    prepend = [normalizers.Prepend("▁")] if has_space else []
-    strip = [decoders.Strip(" ", 1, 0)] if has_space else []
-    backend.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "▁")])
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
-    return backend
