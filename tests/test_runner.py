@@ -1,6 +1,7 @@
 """The device half: what is compiled and when, what is donated, what the device knows of pages, what lowers where."""
 
 import functools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from tiny_models import tiny_config
 
 from prefix_jax import LLM, tiling
 from prefix_jax import runner as runner_module
+from prefix_jax.engine import default_max_num_seqs
 from prefix_jax.kv_store import copy_pages, make_kv_store
 from prefix_jax.models.llama import LlamaConfig
 from prefix_jax.runner import CHANGE_GROUP, COPY_GROUPS, Runner
@@ -238,3 +240,12 @@ def test_buckets_of_a_gpu_give_the_same_answers(monkeypatch):
     assert (cached_of(again), cached_of(several)) == ([148] * 12, [151, 151])
     check_greedy([*outputs, *again, *several])
     assert {"decode_1", "decode_8", "decode_16", "decode_32", "mixed_16", "mixed_64", "mixed_160"} <= names, names
+
+
+@pytest.mark.parametrize(("on_gpu", "stats", "number"), [
+    (True, {"bytes_limit": 104 * 2**30}, 1024), (True, {"bytes_limit": 60 * 10**9}, 1024),
+    (True, {"bytes_limit": 30 * 10**9}, 256), (True, None, 256), (False, None, 32),
+])  # fmt: skip
+def test_as_many_sequences_as_the_memory_suggests(on_gpu, stats, number, monkeypatch):
+    monkeypatch.setattr(jax, "local_devices", lambda: [SimpleNamespace(memory_stats=lambda: stats)])
+    assert default_max_num_seqs(on_gpu) == number
