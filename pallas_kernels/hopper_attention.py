@@ -76,6 +76,7 @@ def tile_attention(
     group = num_heads // num_kv_heads
     if why := refusal(rows, group, head_dim, q.dtype, page_size, scoring):
         raise NotImplementedError(f"this kernel {why}")
+    assert config.block_kv <= ROWS, "a tile's plan counts no more columns"
     box = math.gcd(page_size, config.block_kv)  # positions of one copy
     plan = _plan(tiles, positions, num_tokens, num_partials, group, box, config.block_kv)
     boxes = (k_slots.shape[0] // box, box, num_kv_heads, head_dim)

@@ -25,7 +25,7 @@ SAMPLING_FIELDS = {  # of each row whose logits are read; where nothing is asked
 }
 
 
-MAX_EXECUTABLES = 24  # of the step, on a GPU
+MAX_EXECUTABLES = 24  # of the step, on a GPU, beyond which no size between powers of two is added
 CHANGES_OF_PROMPT = 1024  # entries of the page table, which a long prompt changes at once
 
 
@@ -60,14 +60,13 @@ class Bucket:
 
     kind: "decode" takes chunks of one token, "shared" these and tiles of pages that they share, "mixed" any chunks.
     shapes: of the narrow tiles and, but for "decode", the wide ones; or where all tiles are wide, of these alone.
-    num_prompts: of "mixed", how many chunks of more than one token. num_changes: of the page table.
+    num_changes: of the page table.
     """
 
     kind: str
     num_tokens: int
     num_samples: int
     shapes: tuple[TileShape, ...]
-    num_prompts: int = 0
     num_changes: int = 0
 
     @property
@@ -137,32 +136,25 @@ def make_buckets(
     """Decode and shared buckets up to `max_num_seqs`, mixed ones up to `max_num_batched_tokens`, each `step` times the
     one before; for_gpu: those of `_sizes_for_gpu`.
 
-    for_gpu: mixed ones but the largest have room for few prompts, since the empty places of a list cost time, and for
-    as many changed pages as a long prompt has, since a launch of its own costs more.
+    for_gpu: mixed ones have room for as many changed pages as a long prompt has, since a launch of its own costs more.
     """
+    least = tiling.costs.min_sequences if tiling.costs and not tiling.fixed else max_num_seqs + 1  # to share pages
     if for_gpu:
-        sizes = _sizes_for_gpu(max_num_seqs, max_num_batched_tokens)
+        sizes = _sizes_for_gpu(max_num_seqs, max_num_batched_tokens, least)
     else:
         decode = _sizes(1, min(max_num_seqs, max_num_batched_tokens), step)
-        sizes = {"decode": decode, "shared": decode, "mixed": _sizes(smallest, max_num_batched_tokens, step)}
+        shared, mixed = [t for t in decode if t >= least], _sizes(smallest, max_num_batched_tokens, step)
+        sizes = {"decode": decode, "shared": shared, "mixed": mixed}
     if max_num_batched_tokens == 1:
         sizes["mixed"] = []
-    if not tiling.costs or tiling.fixed:
-        sizes["shared"] = []
-    else:
-        sizes["shared"] = [t for t in sizes["shared"] if t >= tiling.costs.min_sequences]
-    buckets = []
-    for kind, tokens in [(kind, t) for kind, of_kind in sizes.items() for t in of_kind]:
-        prompts, changes = min(tokens // 2, max_num_seqs), 0
-        if kind == "mixed" and for_gpu:
-            changes = CHANGES_OF_PROMPT
-            if tokens < max_num_batched_tokens:
-                prompts = min(prompts, max(1, tokens // 32))
-        buckets.append(_make_bucket(kind, tokens, max_num_seqs, prompts, changes, num_kv_heads, tiling))
-    return buckets
+    return [
+        _make_bucket(kind, t, min(t, max_num_seqs), num_kv_heads, tiling, for_gpu)
+        for kind, of_kind in sizes.items()
+        for t in of_kind
+    ]
 
 
-def _sizes_for_gpu(max_num_seqs: int, max_num_batched_tokens: int) -> dict[str, list[int]]:
+def _sizes_for_gpu(max_num_seqs: int, max_num_batched_tokens: int, least: int) -> dict[str, list[int]]:
     """Powers of two, but for the smallest: a step costs its weights at least, so that these are not worth an executable
     each. From some hundred tokens on a product costs by the token; so as many sizes between as `MAX_EXECUTABLES` leaves
     room for: most steps of a full engine have all its rows and a prompt or a few, and most of the others are those in
@@ -170,7 +162,7 @@ def _sizes_for_gpu(max_num_seqs: int, max_num_batched_tokens: int) -> dict[str, 
     rows = min(max_num_seqs, max_num_batched_tokens)
     sizes = {
         "decode": sorted({*(t for t in (1, 8, 32) if t < rows), *_sizes(min(64, rows), rows, 2)}),
-        "shared": _sizes(min(64, rows), rows, 2),
+        "shared": [t for t in _sizes(min(64, rows), rows, 2) if t >= least],
         "mixed": sorted({min(16, max_num_batched_tokens), *_sizes(128, max_num_batched_tokens, 2)}),
     }
     between = [("mixed", 64), ("decode", 16)]
@@ -183,19 +175,16 @@ def _sizes_for_gpu(max_num_seqs: int, max_num_batched_tokens: int) -> dict[str, 
     return sizes
 
 
-def _make_bucket(
-    kind: str, num_tokens: int, max_num_seqs: int, prompts: int, changes: int, num_kv_heads: int, tiling: Tiling
-) -> Bucket:
-    samples = min(num_tokens, max_num_seqs)
+def _make_bucket(kind: str, num_tokens: int, samples: int, num_kv_heads: int, tiling: Tiling, for_gpu: bool) -> Bucket:
     rows, costs = tiling.wide_rows, tiling.costs if kind != "decode" else None
-    room_for = {"num_prompts": prompts if kind == "mixed" else 0, "num_changes": changes}
+    changes = CHANGES_OF_PROMPT if kind == "mixed" and for_gpu else 0
     if tiling.fixed:
         # Shared tiles take the places of own ones, and a token's ranges are as many either way.
         tiles = (samples + (num_tokens // rows if kind == "mixed" else 0)) * tiling.max_splits
         partials = num_tokens * tiling.max_splits
         room = {"partials": partials, "shared_tiles": tiles, "shared_partials": partials}
         shape = TileShape(tiles, rows, tiling.max_splits, fixed=tiling.fixed, **room)
-        return Bucket(kind, num_tokens, samples, (shape,), **room_for)
+        return Bucket(kind, num_tokens, samples, (shape,), changes)
     splits = tiling.splits(tiling.narrow_programs, samples, num_kv_heads)
     shapes = [TileShape(samples * splits, 1, splits, partials=samples * splits if splits > 1 or costs else 0)]
     shared = {}
@@ -213,11 +202,11 @@ def _make_bucket(
     if kind == "mixed":
         splits = tiling.splits(tiling.wide_programs, -(-num_tokens // rows), num_kv_heads)
         # A chunk fills whole tiles but for one; it has at least two tokens.
-        tiles = (num_tokens // rows + prompts) * splits + shared.get("shared_tiles", 0)
+        tiles = (num_tokens // rows + min(num_tokens // 2, samples)) * splits + shared.get("shared_tiles", 0)
         partials = num_tokens * splits if splits > 1 or costs else 0
         partials += shared.get("shared_partials", 0)
         shapes.append(TileShape(tiles, rows, splits, partials=partials, **shared))
-    return Bucket(kind, num_tokens, samples, tuple(shapes), **room_for)
+    return Bucket(kind, num_tokens, samples, tuple(shapes), changes)
 
 
 def _sizes(smallest: int, largest: int, step: int) -> list[int]:

@@ -43,7 +43,7 @@ SAMPLE_TEXT = Path(__file__).parent / "data" / "system_prompt.txt"  # over which
 
 
 def default_max_num_seqs(on_gpu: bool) -> int:
-    """As many as vLLM runs: on a GPU 256, or where it has some 70 GB and more 1,024."""
+    """On a GPU 256, or 1,024 where JAX may take 50 GiB or more, as vLLM does from 70 GiB on; on a CPU 32."""
     if not on_gpu:
         return 32
     stats = jax.local_devices()[0].memory_stats() or {}

@@ -16,7 +16,8 @@ class EngineConfig:
 
     page_size: positions in a page. num_pages: in the pool; None: what `memory_fraction` of the device leaves free.
     max_model_len: positions of prompt and output together; None: the model's. max_num_seqs: sequences running at once;
-    None: 1,024 on a GPU of some 70 GB or more, 256 on another, 32 on a CPU. max_num_batched_tokens: positions computed
+    None: 1,024 on a GPU of some 70 GB or more, 256 on another, 32 on a CPU; each takes 4 bytes for each token of the
+    vocabulary. max_num_batched_tokens: positions computed
     in one step; None: 8,192 on a GPU, 512 on a CPU. schedule_policy: who waits less, by name (fifo, greedy, lpm, dfs,
     priority), or a policies.Policy. eviction_policy: which unread page goes first (lru, lfu, fifo, cost, belady);
     None: belady with dfs, else lru. pin_fraction: of the pool, for declared prefixes. salt_quota, salt_floor: pages;

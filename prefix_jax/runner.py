@@ -32,7 +32,8 @@ from prefix_jax.tiling import tile_configs
 from prefix_jax.token_rules import RuleRow, no_rules
 from prefix_jax.weights import fingerprint
 
-COPY_GROUPS = (16, 128)  # page copies in one launch: those of a step or, when many prompts start at once, many
+COPY_GROUPS = (16, 128)  # page copies in one launch: those of a step or, when many prompts start at once, many;
+COPY_BYTES = 2**29  # but never more than this, which a launch holds meanwhile, beyond the smallest group
 PAGE_GROUP = 16  # pages to or from host memory in one launch
 SLOT_GROUP = 512  # positions of saved prefixes in one launch
 CHANGE_GROUP = 4096  # page table changes in one launch, before the step
@@ -125,7 +126,7 @@ class Runner:
             padding = np.zeros((CHANGE_GROUP - len(changes), 2), np.int32)
             padding[:, 0] = self.batcher.max_num_seqs * self.batcher.max_pages
             self.page_table = self._change_pages(self.page_table, *np.concatenate([changes, padding]).T)
-        size = next((size for size in COPY_GROUPS if size >= len(batch.copies)), COPY_GROUPS[-1])
+        size = next((size for size in self._copy_pages if size >= len(batch.copies)), max(self._copy_pages))
         for copies in _groups(np.array(batch.copies, np.int32).reshape(-1, 2), size):
             padding = np.zeros((size - len(copies), 2), np.int32)
             self.store = self._copy_pages[size](self.store, *np.concatenate([copies, padding]).T)
@@ -316,7 +317,7 @@ class Runner:
             free = host * memory_fraction / 10
             limit = min(limit, self.batcher.max_num_seqs * self.batcher.max_pages)
         else:
-            largest = max(self.batcher.buckets, key=lambda bucket: bucket.num_tokens)
+            largest = max(self.batcher.buckets, key=lambda bucket: (bucket.num_tokens, bucket.packed_len))
             self.num_pages = 1
             self.reset()
             batch = self.batcher.build(StepPlan(), largest)
@@ -340,8 +341,9 @@ class Runner:
         jit = functools.partial(jax.jit, donate_argnums=0, out_shardings=self._placed(EVERYWHERE))
         copy = functools.partial(kv_store.copy_pages, page_size=self.page_size)
         copy = jax.jit(copy, donate_argnums=0, out_shardings=self._placed(KV))
-        self._copy_pages = {}
-        for size in COPY_GROUPS:
+        self._copy_pages: dict[int, Any] = {}
+        page = kv_store.page_bytes(self.split.local, self.page_size, self.kv_dtype)
+        for size in (size for size in COPY_GROUPS if size == COPY_GROUPS[0] or size * page <= COPY_BYTES):
             pair = (jax.ShapeDtypeStruct((size,), jnp.int32),) * 2
             self._copy_pages[size] = copy.lower(self.store, *pair).compile(compiler_options=NO_TRIALS)
         pair = (jax.ShapeDtypeStruct((CHANGE_GROUP,), jnp.int32),) * 2

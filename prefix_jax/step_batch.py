@@ -81,23 +81,22 @@ class Batcher:
         self.forget_rows()
 
     def forget_rows(self) -> None:
+        """As for a fresh device: what rows were told of pages and rules holds no more."""
         self.owners: list[Sequence | None] = [None] * self.max_num_seqs
         self.ruled: dict[int, TokenRules] = {}  # rows whose rules on the device are not empty
         self.ends: dict[int, list[int]] = {}  # of bad words, which rows ban on the device as their last tokens want it
+        self.forget_runs()
+
+    def forget_runs(self) -> None:
         self.kept_for: tuple[bytes, bytes] | None = None  # rows and lengths whose runs are kept
         self.runs: list[Run] = []
         self.last: _Decoded | None = None
         self.covered = np.zeros(self.max_num_seqs, np.int64)  # columns of each row that lie in kept runs
 
-    def bucket_of(self, num_chunks: int, num_tokens: int, num_prompts: int = 0, shares: bool = False) -> Bucket:
-        """The smallest bucket that takes such a plan. num_prompts: chunks of more than one token; shares: with tiles
-        for shared pages."""
+    def bucket_of(self, num_chunks: int, num_tokens: int, shares: bool = False) -> Bucket:
+        """The smallest bucket that takes such a plan; `shares`: with tiles for shared pages."""
         kind = "mixed" if num_chunks < num_tokens else "shared" if shares and self.has_shared else "decode"
-        return next(
-            bucket
-            for bucket in self.buckets
-            if bucket.kind == kind and bucket.num_tokens >= num_tokens and bucket.num_prompts >= num_prompts
-        )
+        return next(bucket for bucket in self.buckets if bucket.kind == kind and bucket.num_tokens >= num_tokens)
 
     def build(self, plan: StepPlan, bucket: Bucket | None = None) -> StepBatch:
         """The arrays of a plan in its bucket, or in a larger one; an empty plan gives a step of padding alone."""
@@ -110,8 +109,7 @@ class Batcher:
         decoded = None
         if bucket is None:
             runs = self._shared_runs(rows, starts, lengths, changes)
-            prompts = int((lengths > 1).sum())
-            bucket = self.bucket_of(len(chunks), plan.num_tokens, prompts, shares=bool(runs))
+            bucket = self.bucket_of(len(chunks), plan.num_tokens, shares=bool(runs))
             if 0 < plan.num_tokens == len(chunks) == plan.num_reads - plan.num_scored and (written <= starts).all():
                 decoded = self._decoded(bucket, rows, starts, runs)
         if decoded is not None and decoded.follows(self.last):
@@ -198,8 +196,7 @@ class Batcher:
         decode = num_tokens == len(table)
         if decode and num_tokens < self.costs.min_sequences:
             return []
-        prompts = int((lengths > 1).sum())
-        wide = self.bucket_of(len(table), num_tokens, prompts, shares=True).shapes[-1]
+        wide = self.bucket_of(len(table), num_tokens, shares=True).shapes[-1]
         runs = choose_runs(
             table,
             starts // self.page_size,

@@ -239,9 +239,15 @@ def same_answers(what: str, on: Talk | Run, off: Talk | Run, goals: dict[str, fl
 # The command ---------------------------------------------------------------------------------------------------------
 
 
+def hit_rate(text: str) -> float:
+    if not 0 <= (rate := float(text)) < 1:
+        raise argparse.ArgumentTypeError(f"a hit rate is at least 0 and below 1, got {text}")
+    return rate
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--rates", type=float, nargs="+", default=RATES, help="of hits (default: %(default)s)")
+    add("--rates", type=hit_rate, nargs="+", default=RATES, help="of hits (default: %(default)s)")
     add("--data", type=Path, help="a folder with mt_bench/, sharegpt/ and mmlu/, for real text")
     add("--num-texts", type=int, help="dialogues and questions of each set (default: all)")
     add("--max-tokens", type=int, default=64, help="of an answer in a dialogue")

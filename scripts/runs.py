@@ -127,7 +127,7 @@ class Bench:
             engine.cache.pool.take(self.num_pages - num_pages)
             engine.cache.pool.num_pages = num_pages
         engine.batcher.costs = self.costs if arm.reads_once else None
-        engine.batcher.forget_rows()  # and the shared pages found so far
+        engine.batcher.forget_runs()  # found with the other costs; the rows' rules stay on the device
         self.llm.reset_prefix_cache()
 
     def run(self, workload: Workload, arm: Arm, asked: Mapping[str, Any] = MappingProxyType({})) -> Run:

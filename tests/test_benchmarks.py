@@ -661,6 +661,15 @@ def test_rows_of_other_commands_and_machines_are_kept(tmp_path):
     assert f"| d ({two}) | 1 s |" in render_results.table([Figure(**row) for row in written["rows"]])
 
 
+def test_a_workload_meets_no_rules_of_the_one_before(bench):
+    """Rows that asked for something leave it on the device, for whoever takes the row next to clear."""
+    workload = workloads.random_lengths([(12, 4)] * 4, vocab_size=bench.vocab_size, seed=3)
+    plain = bench.run(workload, OFF).answers
+    banned = bench.run(workload, OFF, {"allowed_token_ids": [5, 6, 7]}).answers
+    assert {token for answer in banned for token in answer} <= {5, 6, 7}
+    assert bench.run(workload, OFF).answers == plain != banned
+
+
 def test_a_new_profile_takes_the_place_of_the_old_one(tmp_path):
     first = ["a", "a: profile, one", "a: profile, two", "b: profile, one", "c", "c: profile, one"]
     for names in (first, ["a: profile, three", "c"]):

@@ -15,17 +15,22 @@ TILINGS = [Tiling(4), Tiling(32), Tiling(8, 64, 32), Tiling(16, 528, 264), Tilin
 
 @st.composite
 def plans(draw):
-    """Settings of the buckets, and the chunks (row, start, length) of a legal plan."""
+    """Settings of the buckets, whether they are a GPU's, and the chunks (row, start, length) of a legal plan."""
     max_num_seqs = draw(st.integers(1, 12))
     budget = draw(st.integers(max_num_seqs, 90))
     settings = max_num_seqs, budget, draw(st.sampled_from([1, 2])), draw(st.sampled_from(TILINGS))
+    for_gpu = draw(st.booleans())
     chunks, left = [], draw(st.integers(1, budget))
     for row in draw(st.permutations(range(max_num_seqs))):
         if left:
             length = min(left, draw(st.sampled_from([1, 1, 2, 3, 5, 17, 33, 64])))
             chunks.append((row, draw(st.sampled_from([0, 1, 63, 64, 200, 255, 256, 700, 3000])), length))
             left -= length
-    return settings, chunks
+    return settings, for_gpu, chunks
+
+
+def drawn_bucket(settings, for_gpu, chunks) -> Bucket:
+    return bucket_for(make_buckets(*settings, for_gpu=for_gpu), chunks)
 
 
 def bucket_for(buckets: list[Bucket], chunks) -> Bucket:
@@ -53,7 +58,7 @@ def tiles_of_tokens(plan: TilePlan, num_tokens: int, shapes) -> list[list[tuple[
 @given(plans())
 @settings(max_examples=300, deadline=None)
 def test_every_position_is_read_once_by_every_token_that_may_see_it(drawn):
-    bucket, chunks = bucket_for(make_buckets(*drawn[0]), drawn[1]), drawn[1]
+    bucket, chunks = drawn_bucket(*drawn), drawn[-1]
     plan = plan_of(bucket, chunks)
     reads = tiles_of_tokens(plan, bucket.num_tokens, bucket.shapes)
     token = 0
@@ -73,7 +78,7 @@ def test_every_position_is_read_once_by_every_token_that_may_see_it(drawn):
 @given(plans())
 @settings(max_examples=300, deadline=None)
 def test_partial_results_of_a_token_follow_one_another_and_are_its_own(drawn):
-    bucket, chunks = bucket_for(make_buckets(*drawn[0]), drawn[1]), drawn[1]
+    bucket, chunks = drawn_bucket(*drawn), drawn[-1]
     plan = plan_of(bucket, chunks)
     reads = tiles_of_tokens(plan, bucket.num_tokens, bucket.shapes)
     merged = {}
@@ -92,7 +97,7 @@ def test_partial_results_of_a_token_follow_one_another_and_are_its_own(drawn):
 @given(plans())
 @settings(max_examples=200, deadline=None)
 def test_padding_tiles_are_empty(drawn):
-    bucket, chunks = bucket_for(make_buckets(*drawn[0]), drawn[1]), drawn[1]
+    bucket, chunks = drawn_bucket(*drawn), drawn[-1]
     for tiles, shape in zip(plan_of(bucket, chunks).lists, bucket.shapes, strict=True):
         assert tiles.token.shape == tiles.partial.shape == (shape.tiles, shape.rows)
         padding = (tiles.token == bucket.num_tokens).all(axis=1)
@@ -107,7 +112,7 @@ def test_padding_tiles_are_empty(drawn):
 @given(plans(), st.randoms(use_true_random=False))
 @settings(max_examples=200, deadline=None)
 def test_how_a_range_is_cut_depends_on_the_bucket_and_the_range_alone(drawn, rng):
-    bucket, chunks = bucket_for(make_buckets(*drawn[0]), drawn[1]), drawn[1]
+    bucket, chunks = drawn_bucket(*drawn), drawn[-1]
     chunk = rng.choice(chunks)
     alone = tiles_of_tokens(plan_of(bucket, [chunk]), bucket.num_tokens, bucket.shapes)[: chunk[2]]
     before = sum(length for _, _, length in chunks[: chunks.index(chunk)])
@@ -176,26 +181,6 @@ def test_the_number_of_buckets_grows_with_the_logarithm():
         assert max(bucket.packed_len for bucket in buckets) * 4 < 4 * 2**20, "one transfer of a few MB at most"
         if max_num_seqs > 8:  # a full engine and a prompt; and one that empties
             assert {f"mixed_{max_num_seqs * 3 // 2}", f"decode_{max_num_seqs * 3 // 4}"} < {b.name for b in buckets}
-
-
-def test_a_step_of_many_prompts_takes_a_bucket_with_room_for_them():
-    """Small mixed buckets have places for few prompts, since a GPU starts a program for each place; the largest takes
-    any step."""
-    tiling = Tiling(32, 528, 132, costs=Costs(32, 2.6, 200.0, 11.0, 1e4))
-    batcher = Batcher(make_buckets(256, 8192, 8, tiling, for_gpu=True), 256, 4)
-    assert batcher.bucket_of(num_chunks=1, num_tokens=16, num_prompts=1).name == "mixed_16"
-    assert batcher.bucket_of(num_chunks=2, num_tokens=16, num_prompts=2).name == "mixed_64"
-    assert batcher.bucket_of(num_chunks=255, num_tokens=400, num_prompts=17).name == "mixed_768"
-    assert batcher.bucket_of(num_chunks=256, num_tokens=512, num_prompts=256).name == "mixed_8192"
-    for bucket in batcher.buckets:
-        if bucket.kind == "mixed":  # each prompt ends in a tile that it does not fill
-            lengths = np.full(bucket.num_prompts, 2)
-            lengths[: bucket.num_tokens // 2 - bucket.num_prompts] += 1
-            starts = np.zeros_like(lengths)
-            plan = tile_plan(
-                np.arange(len(lengths)), starts, lengths, num_tokens=bucket.num_tokens, shapes=bucket.shapes
-            )
-            assert (plan.lists[1].end > 0).sum() == len(lengths)
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 8, 32, 48, 256, 1024])
