@@ -17,16 +17,16 @@ class EngineConfig:
     page_size: positions in a page. num_pages: in the pool; None: what `memory_fraction` of the device leaves free.
     max_model_len: positions of prompt and output together; None: the model's. max_num_seqs: sequences running at once;
     None: 1,024 on a GPU of some 70 GB or more, 256 on another, 32 on a CPU; each takes 4 bytes for each token of the
-    vocabulary. max_num_batched_tokens: positions computed
-    in one step; None: 8,192 on a GPU, 512 on a CPU. schedule_policy: who waits less, by name (fifo, greedy, lpm, dfs,
-    priority), or a policies.Policy. eviction_policy: which unread page goes first (lru, lfu, fifo, cost, belady);
-    None: belady with dfs, else lru. pin_fraction: of the pool, for declared prefixes. salt_quota, salt_floor: pages;
-    what a cache_salt has beyond its quota is evicted first, what is within its floor last. attention: the
-    implementation, by name. host_memory_gib: of the host's memory, where evicted pages go and come back from. kv_dtype:
-    "float8_e4m3fn" halves the bytes of K and V, at a loss. forest: read pages that running sequences share once for all
-    of them. bitwise: attention whose bits depend on the sequence alone, however it is chunked and whatever it shares;
-    slower. logits_processors: by name, functions of one row's logits (sampler.LogitsProcessor) that JAX can trace, for
-    requests that name them. check: recount the cache after every step, for debugging.
+    vocabulary. max_num_batched_tokens: positions computed in one step; None: 8,192 on a GPU, 512 on a CPU.
+    schedule_policy: who waits less, by name (fifo, greedy, lpm, dfs, priority), or a policies.Policy. eviction_policy:
+    which unread page goes first (lru, lfu, fifo, cost, belady); None: belady with dfs, else lru. pin_fraction: of the
+    pool, for declared prefixes. salt_quota, salt_floor: pages; what a cache_salt has beyond its quota is evicted first,
+    what is within its floor last. attention: the implementation, by name. host_memory_gib: of the host's memory, where
+    evicted pages go and come back from. kv_dtype: "float8_e4m3fn" halves the bytes of K and V, at a loss. forest: read
+    pages that running sequences share once for all of them. bitwise: attention whose bits depend on the sequence alone,
+    however it is chunked and whatever it shares; slower. logits_processors: by name, functions of one row's logits
+    (sampler.LogitsProcessor) that JAX can trace, for requests that name them. check: recount the cache after every
+    step, for debugging.
     """
 
     page_size: int = 16
