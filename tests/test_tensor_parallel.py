@@ -223,7 +223,7 @@ def test_pages_move_within_each_device():
     slots = runner._slots_of(np.array([3], np.int32))
     pages = runner._read_pages(runner.store, slots)
     moves = [
-        runner._copy_pages,
+        *runner._copy_pages.values(),
         runner._read_pages.lower(runner.store, slots).compile(),
         runner._write_pages.lower(runner.store, slots, pages).compile(),
     ]
