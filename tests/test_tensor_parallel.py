@@ -231,6 +231,12 @@ def test_pages_move_within_each_device():
         assert not re.search(r"all-(reduce|gather|to-all)|collective|reduce-scatter", move.as_text())
 
 
+def test_no_position_is_read_where_devices_hold_the_same_head():
+    runner = parallel(8).engine.runner
+    shape = (0, runner.config.num_layers, 2, runner.config.num_kv_heads, runner.config.head_dim)
+    assert runner.read_slots(np.zeros(0, np.int32)).shape == shape
+
+
 def test_a_failed_step_and_other_weights(tmp_path):
     """The store is made anew in its shards; weights are read into theirs."""
     llm = parallel(2)

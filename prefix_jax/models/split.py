@@ -1,6 +1,7 @@
 """How a model lies on the devices of a mesh: KV heads with their query heads, MLP columns and tokens of the vocabulary
 are dealt out, equally many to each device; all else every device has."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -100,7 +101,7 @@ class Split:
         if kind is None or self._is_in_place(kind):
             return whole
         num, places = self.places[kind]
-        units = whole.reshape(*whole.shape[:axis], num, -1)
+        units = whole.reshape(*whole.shape[:axis], num, math.prod(whole.shape[axis:]) // num)
         return jnp.take(units, np.where(places < 0, num, places), axis, mode="fill", fill_value=0).reshape(shape)
 
     def gather(self, spread: Shaped[Array, "..."], kind: str | None, axis: int, shape: tuple[int, ...]) -> Array:
@@ -108,7 +109,8 @@ class Split:
         if kind is None or self._is_in_place(kind):
             return spread
         known, first = np.unique(self.places[kind][1], return_index=True)
-        units = spread.reshape(*spread.shape[:axis], len(self.places[kind][1]), -1)
+        num = len(self.places[kind][1])
+        units = spread.reshape(*spread.shape[:axis], num, math.prod(spread.shape[axis:]) // num)
         return jnp.take(units, first[known >= 0], axis).reshape(shape)
 
     def _is_in_place(self, kind: str) -> bool:
