@@ -23,8 +23,6 @@ SAMPLING_FIELDS = {  # of each row whose logits are read; where nothing is asked
     "min_p": np.float32(0),
     "num_logprobs": np.int32(-1),
 }
-
-
 MAX_EXECUTABLES = 24  # of the step, on a GPU, beyond which no size between powers of two is added
 CHANGES_OF_PROMPT = 1024  # entries of the page table, which a long prompt changes at once
 
@@ -34,8 +32,7 @@ class Tiling:
     """What the attention implementation wants of a plan. wide_rows: query tokens in a wide tile. narrow_programs,
     wide_programs: how many (tile, KV head) programs fill the device; with fewer, ranges are cut. 0: never cut.
     shared_programs: the same for wide tiles that run beside narrow ones, spare_programs fewer where these have more to
-    read. costs: of tiles that read pages for several
-    chunks; None: every chunk reads all of its own.
+    read. costs: of tiles that read pages for several chunks; None: every chunk reads all of its own.
 
     fixed: where not 0, all tiles are wide and cut at its multiples, of which a sequence has at most max_splits, so that
     a row's bits depend on its sequence alone.

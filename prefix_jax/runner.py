@@ -317,7 +317,7 @@ class Runner:
             free = host * memory_fraction / 10
             limit = min(limit, self.batcher.max_num_seqs * self.batcher.max_pages)
         else:
-            largest = max(self.batcher.buckets, key=lambda bucket: (bucket.num_tokens, bucket.packed_len))
+            largest = self.batcher.largest
             self.num_pages = 1
             self.reset()
             batch = self.batcher.build(StepPlan(), largest)

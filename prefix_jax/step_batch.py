@@ -93,6 +93,11 @@ class Batcher:
         self.last: _Decoded | None = None
         self.covered = np.zeros(self.max_num_seqs, np.int64)  # columns of each row that lie in kept runs
 
+    @property
+    def largest(self) -> Bucket:
+        """The one that needs the most memory."""
+        return max(self.buckets, key=lambda bucket: (bucket.num_tokens, bucket.packed_len))
+
     def bucket_of(self, num_chunks: int, num_tokens: int, shares: bool = False) -> Bucket:
         """The smallest bucket that takes such a plan; `shares`: with tiles for shared pages."""
         kind = "mixed" if num_chunks < num_tokens else "shared" if shares and self.has_shared else "decode"

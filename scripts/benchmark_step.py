@@ -126,8 +126,9 @@ def time_step(runner: Runner, batch: StepBatch, calls: int, repeats: int) -> lis
 
 def kv_copy_bytes(runner: Runner) -> int:
     """Temporary memory of the largest step beyond what it needs over a store of one page: a copy would show."""
-    largest = max(runner.batcher.buckets, key=lambda bucket: (bucket.num_tokens, bucket.packed_len))
-    temporary = [runner.compile(largest, n).memory_analysis().temp_size_in_bytes for n in (runner.num_pages, 1)]
+    temporary = [
+        runner.compile(runner.batcher.largest, n).memory_analysis().temp_size_in_bytes for n in (runner.num_pages, 1)
+    ]
     return max(0, temporary[0] - temporary[1])
 
 
