@@ -46,32 +46,32 @@ def merge_pallas(
 ) -> Float[Array, "T Hq D"]:
     """The same as a kernel; the result takes the place of x, in the same memory."""
     # Few tokens: short programs fill the device. Many: every program costs, and most may find nothing to do.
-    heads = 8 if merge.token.shape[0] <= 64 else min(32, pl.next_power_of_2(x.shape[1]))
+    num_tokens = len(merge.token)
+    heads = 8 if num_tokens <= 64 else min(32, pl.next_power_of_2(x.shape[1]))
+    plan = jnp.concatenate([merge.token, merge.first.reshape(-1), merge.count.reshape(-1)])  # one copy, not three
     return triton.launch(
         functools.partial(_kernel, heads=heads),
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        grid=(merge.token.shape[0], pl.cdiv(x.shape[1], heads)),
+        grid=(num_tokens, pl.cdiv(x.shape[1], heads)),
         aliases={0: 0},
         num_warps=NUM_WARPS,
         num_stages=1,
         interpret=interpret,
         name="merge",
-    )(x, [part and (part.value, part.lse) for part in partials], merge.token, merge.first, merge.count)
+    )(x, [part and (part.value, part.lse) for part in partials], plan)
 
 
 def _kernel(
     x_ref,  # [T, Hq, D], only its memory
     partials,  # of each list, if it cuts any, [C, Hq, D] and [C, Hq]
-    token_ref,  # [M]
-    first_ref,  # [L, M]
-    count_ref,
+    plan_ref,  # the arrays of Merge, one behind the other: M tokens, then L x M firsts and as many counts
     out_ref,  # [T, Hq, D]
     *,
     heads: int,
 ):
     """One program for a (cut token, so many of its heads)."""
     num_tokens, num_heads, head_dim = x_ref.shape
-    i = pl.program_id(0)
+    i, length = pl.program_id(0), pl.num_programs(0)
     lanes = pl.next_power_of_2(head_dim)
     head = pl.program_id(1) * heads + lax.iota(jnp.int32, heads)
     lane = lax.iota(jnp.int32, lanes)
@@ -97,13 +97,13 @@ def _kernel(
     seen = 0
     for number, refs in enumerate(partials):
         if refs is not None:
-            first, count = first_ref[number, i], count_ref[number, i]
+            first, count = (plan_ref[(1 + k) * length + i] for k in (number, len(partials) + number))
             of_list = functools.partial(body, value_ref=refs[0], lse_ref=refs[1], first=first, count=count)
             carry = lax.fori_loop(0, pl.cdiv(count, STEP), of_list, carry)
             seen += count
     _, total, acc = carry
     value = acc / jnp.where(total > 0, total, 1.0)[:, None]
-    token = jnp.where(seen > 0, token_ref[i], num_tokens)
+    token = jnp.where(seen > 0, plan_ref[i], num_tokens)
     mask = (head < num_heads)[:, None] & (lane < head_dim)[None, :] & (token < num_tokens)
     at = triton.spread(token, head[:, None], lane[None, :])
     triton.store(out_ref.at[at], value.astype(out_ref.dtype), mask=mask)

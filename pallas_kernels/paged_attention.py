@@ -42,8 +42,8 @@ def paged_attention(
     implementation: Implementation | None = None,
     configs: Sequence[Config | HopperConfig | None] | None = None,
 ) -> Float[Array, "T Hq D"]:
-    """Attention of the query tokens in the tiles; tokens in no tile keep their q, or beside a list with `only_cut` are
-    zero.
+    """Attention of the query tokens in the tiles; tokens in no tile keep their q, or beside a list with `only_cut` hold
+    anything.
 
     Position p of row b of the page table lies in slot `page_table[b, p // page_size] * page_size + p % page_size`. With
     Pallas the result takes the place of q, in the same memory, where q has no other reader.
@@ -66,7 +66,7 @@ def paged_attention(
     group = q.shape[1] // k_slots.shape[1]
     # A list of cut tokens alone leaves q to the others and does not wait for them; else results take the place of q.
     beside = any(tiles.only_cut for tiles in tile_lists)
-    x, partials = jnp.zeros_like(q) if beside else q, [None] * len(tile_lists)
+    x, partials = lax.empty(q.shape, q.dtype) if beside else q, [None] * len(tile_lists)
     for i in sorted(range(len(tile_lists)), key=lambda i: not tile_lists[i].only_cut):
         tiles, config = tile_lists[i], configs[i] if configs else None
         num_tiles, rows = tiles.token.shape

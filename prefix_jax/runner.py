@@ -41,6 +41,8 @@ RULE_GROUP = 16  # rows of rules in one launch, where there are several
 NOT_FINITE = -1  # the token of a row whose hidden state is NaN or infinite
 # For the compiler: no trials of two kernels for one fusion, on arrays as large as those that fill the memory already.
 NO_TRIALS = {"xla_gpu_experimental_enable_fusion_autotuner": False}
+# JAX 0.12's own sums over devices read each other's memory by a way that NCCL does not open everywhere: NCCL makes them.
+NCCL_ALONE = {"xla_gpu_experimental_use_collective_kernels": ""} if jax.__version_info__ >= (0, 12) else {}
 PAGE = jax.sharding.PartitionSpec(None, None, None, AXIS)  # of K and V [S, L, 2, Hkv, D]
 
 
@@ -83,7 +85,7 @@ class Runner:
         self.reset()
         self.steps: dict[str, Any] = {}
         # These are compiled when first used: saving is no part of a step, and `warm_page_moves` comes before the first.
-        jit = functools.partial(jax.jit, compiler_options=NO_TRIALS)
+        jit = functools.partial(jax.jit, compiler_options=self._options)
         into_store = functools.partial(jit, donate_argnums=0, out_shardings=self._placed(KV))
         self._read_slots, self._write_slots = jit(self._gather_slots), into_store(self._spread_slots)
         self._read_pages = jit(kv_store.read_pages, out_shardings=self._placed(PAGE))
@@ -155,7 +157,7 @@ class Runner:
         self.rules = self._set_rules[size](self.rules, rows, packed)
 
     def _run(self, run: Any, packed: Int[np.ndarray, " n"]) -> Logprobs:
-        self.store, self.page_table, self.last_tokens, self.rules, found = run(
+        self.store, self.page_table, self.rules, self.last_tokens, found = run(
             self.params, self.scales, self.store, self.page_table, self.last_tokens, self.rules, packed
         )
         return found
@@ -165,7 +167,7 @@ class Runner:
     @functools.cached_property
     def fingerprint(self) -> str:
         """Of the weights, on however many devices they are."""
-        gather = jax.jit(self.split.gather, static_argnums=(1, 2, 3))
+        gather = jax.jit(self.split.gather, static_argnums=(1, 2, 3), compiler_options=self._options)
         return fingerprint(self.params, lambda index, array: gather(array, *self.layout[index]))
 
     def whole_scales(self) -> tuple[Scales, ...]:
@@ -305,7 +307,12 @@ class Runner:
             return {}
         # XLA's own matrix products beat the library's for a few tokens, and lose against it from some 32 on.
         products = {"xla_gpu_enable_triton_gemm": False} if bucket.num_tokens >= 32 else {}
-        return NO_TRIALS | products | (BESIDE_OPTIONS if bucket.kind == "shared" else {})
+        return self._options | products | (BESIDE_OPTIONS if bucket.kind == "shared" else {})
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """For the compiler, whatever it compiles."""
+        return NO_TRIALS | (NCCL_ALONE if self.mesh is not None else {})
 
     def _measure_num_pages(self, memory_fraction: float) -> int:
         """Pages for what is free on each device: on one that reports its memory, after the largest bucket ran over a
@@ -345,15 +352,15 @@ class Runner:
         page = kv_store.page_bytes(self.split.local, self.page_size, self.kv_dtype)
         for size in (size for size in COPY_GROUPS if size == COPY_GROUPS[0] or size * page <= COPY_BYTES):
             pair = (jax.ShapeDtypeStruct((size,), jnp.int32),) * 2
-            self._copy_pages[size] = copy.lower(self.store, *pair).compile(compiler_options=NO_TRIALS)
+            self._copy_pages[size] = copy.lower(self.store, *pair).compile(compiler_options=self._options)
         pair = (jax.ShapeDtypeStruct((CHANGE_GROUP,), jnp.int32),) * 2
         self._change_pages = jit(change_pages).lower(self.page_table, *pair).compile()
         rules = no_rules(self.config.vocab_size)
         self._set_rules = {}
         for size in (1, RULE_GROUP):
             arrays = np.zeros(size, np.int32), np.zeros((size, rules.packed_len), np.int32)
-            self._set_rules[size] = jit(set_rules).lower(self.rules, *arrays).compile(compiler_options=NO_TRIALS)
-        self._set_bans = jit(set_bans).lower(self.rules, np.int32(0), rules.banned).compile(compiler_options=NO_TRIALS)
+            self._set_rules[size] = jit(set_rules).lower(self.rules, *arrays).compile(compiler_options=self._options)
+        self._set_bans = jit(set_bans).lower(self.rules, np.int32(0), rules.banned).compile(compiler_options=self._options)
         buckets, device = self.batcher.buckets, jax.config.jax_default_device
 
         def compile(bucket: Bucket) -> Any:
@@ -385,9 +392,10 @@ def step(
     attention: str,
     configs: list[Any],
     processors: tuple[LogitsProcessor, ...] = (),
-) -> tuple[KVStore, Int[Array, "rows P"], Int[Array, " rows"], LogitRules, Logprobs]:
+) -> tuple[KVStore, Int[Array, "rows P"], LogitRules, Int[Array, " rows"], Logprobs]:
     """One step: writes the new K and V, attends through the tiles, samples. Pure; returns the new device state, and
-    log-probabilities for the rows that asked."""
+    log-probabilities for the rows that asked. `last_tokens` comes behind what takes the memory of an argument: it would
+    be given that of rules, and those be copied to and fro."""
     model = nnx.merge(graph, jax.tree.unflatten(param_tree, params))
     batch = bucket.unpack(packed)
     page_table = change_pages(page_table, batch["change_index"], batch["change_page"])
@@ -414,7 +422,7 @@ def step(
         asked = _sampling_rows(batch, tokens)
         sampled, found, rules = sample(logits, asked, rules, processors, implementation=attention)
     sampled = jnp.where(jnp.isfinite(read).all(axis=1), sampled, NOT_FINITE)
-    return store, page_table, last_tokens.at[batch["sample_row"]].set(sampled), rules, found
+    return store, page_table, rules, last_tokens.at[batch["sample_row"]].set(sampled), found
 
 
 def set_rules(rules: LogitRules, rows: Int[Array, " n"], packed: Int[Array, "n words"]) -> LogitRules:

@@ -3,6 +3,7 @@
 Run it on an idle machine; writes benchmarks/results/host.json.
 """
 
+import argparse
 import random
 import time
 from array import array
@@ -101,6 +102,7 @@ def milliseconds_since(start: float) -> float:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     cold, warm = time_prompts()
     steps = time_decode_steps()
     rows = [

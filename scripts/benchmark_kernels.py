@@ -11,13 +11,14 @@ import functools
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from ceilings import measure_ceilings
+from profiles import profile_figures
 from render_results import Figure, device_name, write_results
 
 from pallas_kernels import BESIDE_OPTIONS, Config, HopperConfig, default_implementation, is_compiled, paged_attention
@@ -176,15 +177,16 @@ def random_layers(config: LlamaConfig, num_slots: int) -> list[tuple[jax.Array, 
 
 
 def time_works(
-    prepared: Sequence[Prepared], implementation: str, repeats: int
-) -> tuple[list[list[float]], dict[str, np.ndarray]]:
-    """Seconds of one call of each work, `repeats` times, all works over the same heads in turn; and what those of 256
-    rows give, by name."""
+    prepared: Sequence[Prepared], implementation: str, repeats: int, explained: Container[str] = ()
+) -> tuple[list[list[float]], dict[str, np.ndarray], list[Figure]]:
+    """Seconds of one call of each work, `repeats` times, all works over the same heads in turn; what those of 256 rows
+    give, by name; and profiles of the works of these names."""
     shapes = list(dict.fromkeys(p.shape for p in prepared))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         runs = dict(zip(shapes, pool.map(lambda shape: shape.compile(implementation), shapes), strict=True))
     seconds: list[list[float]] = [[] for _ in prepared]
     outputs: dict[str, np.ndarray] = {}
+    profiles: list[Figure] = []
     for config in dict.fromkeys(shape.config for shape in shapes):
         mine = [(p, taken) for p, taken in zip(prepared, seconds, strict=True) if p.shape.config == config]
         layers = random_layers(config, mine[0][0].shape.num_slots)
@@ -200,7 +202,10 @@ def time_works(
                 jax.block_until_ready(q)
                 if repeat:
                     taken.append((time.perf_counter() - started) / (RUNS * CALLS))
-    return seconds, outputs
+                elif p.work.what in explained:
+                    call = functools.partial(run, p.random_q(repeat), *p.arrays, layers)
+                    profiles += profile_figures(p.work.what, lambda call=call: jax.block_until_ready(call()))
+    return seconds, outputs, profiles
 
 
 # Works ---------------------------------------------------------------------------------------------------------------
@@ -306,7 +311,10 @@ def main() -> None:
         works = [*plains.values(), *trees]
     started = time.perf_counter()
     works = list({work.what: work for work in works}.values())
-    times, outputs = time_works(prepare(works, args.implementation), args.implementation, args.repeats)
+    explained = [work.what for work in (*(shareds[key][1] for key in SHARED if key in shareds), *trees)]
+    times, outputs, profiles = time_works(
+        prepare(works, args.implementation), args.implementation, args.repeats, explained
+    )
     seconds = {work.what: taken for work, taken in zip(works, times, strict=True)}
     print(f"timed {len(seconds)} works in {time.perf_counter() - started:.0f} s")
 
@@ -345,6 +353,8 @@ def main() -> None:
     for num_seqs, must, aim in ((256, 2, 1), (1024, 6, 3)):
         what = f"host: tile plan from nothing, forest on, {num_seqs} sequences of 8192"
         rows.append(Figure.median(what, time_planning(num_seqs, args.implementation), "ms", must=must, aim=aim))
+    rows += [Figure.median(work.what, [s * 1e6 for s in seconds[work.what]], "µs") for work in trees]
+    rows += profiles
     if not args.small:
         write_results("kernels", rows, ceilings=ceilings, device=device_name())
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import workloads
 from benchmark_throughput import shared_prefix
+from profiles import profile_figures
 from render_results import Figure
 from runs import (
     ALL_ON,
@@ -95,11 +96,13 @@ def hit_figures(bench: Bench, sizes: Sizes, args: argparse.Namespace) -> Iterato
         yield Figure(f"{what}: roofline's gain", allowed, "x", better="higher")
         has_goal = bench.name == "llama-3-8b" and sizes.scale == 1 and not void_note(off_share)
         must, aim = GAIN_GOALS if has_goal else (None, None)
-        over = [ratio / allowed for ratio in measured.repeats]
-        yield Figure.median(
+        reached = Figure.median(
             f"{bench.name}, measured cache gain ÷ roofline's gain at {rate:.0%} hits {shape}{void_note(off_share)}",
-            over, "x", better="higher", must=must, aim=aim,
+            [ratio / allowed for ratio in measured.repeats], "x", better="higher", must=must, aim=aim,
         )  # fmt: skip
+        yield reached
+        if args.profile and not reached.reached:
+            yield from profile_figures(reached.what, lambda workload=workload: bench.run(workload, ALL_ON))
 
 
 def arm_figures(bench: Bench, sizes: Sizes, args: argparse.Namespace) -> Iterator[Figure]:

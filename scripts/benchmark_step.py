@@ -79,6 +79,7 @@ MODELS = {
 }  # fmt: skip
 LONGEST = 16384 + 512  # tokens of prompt and output that any benchmark asks for
 PARTS = ("decode", "shared", "prefill", "first", "idle", "copy", "second")
+PROFILED = 8  # steps in a row
 DECODE = {1: (1.22, 1.12), 64: (1.18, 1.10), 256: (1.24, 1.16)}  # of the limit, at context 1024: must, aim
 # Milliseconds of vLLM 0.26.0 on one H200, its defaults, over contexts of 1024 to 1312.
 PEER_CONTEXT = 1168
@@ -144,6 +145,10 @@ def decode_figures(model: str, runner: Runner, batches, context: int, ceilings, 
             must, aim = DECODE.get(batch, (None, None)) if length == 1024 and model == "llama-3-8b" else (None, None)
             over = [s / limit for s in seconds]
             yield Figure.median(f"{what} ÷ (bytes / copy bandwidth)", over, "x", must=must, aim=aim)
+            if length == context:
+                again = once_more(work)
+                many = lambda again=again: jax.block_until_ready([runner.dispatch(again) for _ in range(PROFILED)])  # noqa: E731
+                yield from profile_figures(what, many)
             if length == PEER_CONTEXT and (peer := PEER.get((model, batch))):
                 over = [s * 1e3 / peer for s in seconds]
                 yield Figure.median(f"{what} ÷ vLLM 0.26's", over, "x", must=0.90, aim=0.82)
@@ -182,23 +187,22 @@ def shared_figures(model: str, runner: Runner, batch: int, prefixes, args) -> li
 def idle_shares(llm: LLM, batch: int, context: int, repeats: int) -> list[float]:
     """The device's idle share while the engine decodes: of the time from the first kernel to the last that a profile of
     16 steps shows. Empty where no profile of a device is to be had."""
-    rng = np.random.default_rng(1)
+    engine, rng = llm.engine, np.random.default_rng(1)
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=None)
     for i in range(batch):
         tokens = tuple(rng.integers(0, llm.model_config.vocab_size, context - i % 16).tolist())
-        params = SamplingParams(temperature=0, ignore_eos=True)
-        llm.engine.add(Request(f"idle-{i}", tokens, params, max_len=context + 30 + 20 * repeats))
-    while any(s.remaining > 1 or s.row is None for answers in llm.engine.sequences.values() for s in answers):
-        llm.engine.step()
+        engine.add(Request(f"idle-{i}", tokens, params, max_len=engine.max_model_len))
+    while any(s.remaining > 1 or s.row is None for answers in engine.sequences.values() for s in answers):
+        engine.step()
     shares = []
     for _ in range(repeats):
         for _ in range(3):
-            llm.engine.step()
-        if events := profiled(lambda: [llm.engine.step() for _ in range(16)]):
+            engine.step()
+        if events := profiled(lambda: [engine.step() for _ in range(16)]):
             shares.append(time_shares(events)[0])
-    for request_id in list(llm.engine.sequences):
-        llm.engine.abort(request_id)
-    while llm.engine.has_work:
-        llm.engine.step()
+    assert len(engine.sequences) == batch, "some have ended"
+    engine.drop(engine.sequences)
+    engine.step()
     return shares
 
 

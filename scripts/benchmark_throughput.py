@@ -150,7 +150,6 @@ def add_table_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--scale", type=int, default=1, help="of the table: divide all sizes, and claim nothing")
     add("--lines", nargs="+", metavar="TEXT", help="of the table: only lines whose name has one of these")
-    add("--profile", action="store_true", help="of the table: where time goes in lines that miss their goal")
 
 
 def chosen_lines(args: argparse.Namespace, lengths: Path | None) -> list[Line]:

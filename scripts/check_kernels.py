@@ -29,10 +29,9 @@ def check(case: Case, dtype: str, implementation: str, seed: int) -> str | None:
         functools.partial(paged_attention, page_size=case.page_size, implementation=implementation, **a.options)
     )
     out, again = np.asarray(attend(*a.arguments)), np.asarray(attend(*a.arguments))
-    if not np.array_equal(out, again, equal_nan=True):
+    if not np.array_equal(out[~a.idle], again[~a.idle], equal_nan=True):
         return "two runs differ"
-    kept = np.zeros_like(a.q) if case.beside else np.asarray(a.q)
-    if not np.array_equal(out[a.idle], kept[a.idle]):
+    if not case.beside and not np.array_equal(out[a.idle], np.asarray(a.q)[a.idle]):
         return "a token in no tile was written"
     out, want = out[~a.idle].astype(np.float32), np.asarray(want)[~a.idle].astype(np.float32)
     error = np.abs(out - want).max()

@@ -17,6 +17,7 @@ import benchmark_models
 import benchmark_peers
 import benchmark_prefix_caching
 import benchmark_serving
+import benchmark_step
 import benchmark_throughput
 import benchmark_two_gpus
 import processes
@@ -768,6 +769,22 @@ def test_a_profile_of_kernels_and_of_graphs(monkeypatch):
         "x: profile, device idle": 20, "x: profile, gemm": 60, "x: profile, attend": 20,
         "x: profile, host, command_buffer::update": 40,
     })  # fmt: skip
+
+
+def test_the_idle_share_is_of_steps_in_which_everyone_decodes(bench, monkeypatch):
+    engine = bench.llm.engine
+    sizes, build = [], engine.batcher.build
+    monkeypatch.setattr(engine.batcher, "build", lambda plan: sizes.append(len(plan.chunks)) or build(plan))
+
+    def profiled(call):
+        sizes.clear()
+        call()
+        assert sizes == [4] * 16
+        return [("gemm", 0, 1), ("gemm", 3, 4)]
+
+    monkeypatch.setattr(benchmark_step, "profiled", profiled)
+    assert benchmark_step.idle_shares(bench.llm, 4, 20, repeats=2) == [0.5, 0.5]
+    assert not engine.has_work
 
 
 def test_every_wish_is_set_against_plain_greedy(scripts, bench):
