@@ -13,6 +13,7 @@ from pallas_kernels import triton
 from pallas_kernels.tiles import Merge, Partials
 
 STEP, NUM_WARPS = 4, 4  # partials that a program merges at a time
+MAX_PROGRAMS = 2048  # of one group of heads: as many as the device holds; a program of padding costs, too
 
 
 def merge_xla(x: Float[Array, "T Hq D"], partials: Sequence[Partials | None], merge: Merge) -> Float[Array, "T Hq D"]:
@@ -46,13 +47,13 @@ def merge_pallas(
 ) -> Float[Array, "T Hq D"]:
     """The same as a kernel; the result takes the place of x, in the same memory."""
     # Few tokens: short programs fill the device. Many: every program costs, and most may find nothing to do.
-    num_tokens = len(merge.token)
-    heads = 8 if num_tokens <= 64 else min(32, pl.next_power_of_2(x.shape[1]))
+    num_cut = len(merge.token)
+    heads = 8 if num_cut <= 64 else min(32, pl.next_power_of_2(x.shape[1]))
     plan = jnp.concatenate([merge.token, merge.first.reshape(-1), merge.count.reshape(-1)])  # one copy, not three
     return triton.launch(
-        functools.partial(_kernel, heads=heads),
+        functools.partial(_kernel, num_cut=num_cut, heads=heads),
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
-        grid=(num_tokens, pl.cdiv(x.shape[1], heads)),
+        grid=(min(num_cut, MAX_PROGRAMS), pl.cdiv(x.shape[1], heads)),
         aliases={0: 0},
         num_warps=NUM_WARPS,
         num_stages=1,
@@ -67,13 +68,27 @@ def _kernel(
     plan_ref,  # the arrays of Merge, one behind the other: M tokens, then L x M firsts and as many counts
     out_ref,  # [T, Hq, D]
     *,
+    num_cut: int,
     heads: int,
 ):
-    """One program for a (cut token, so many of its heads)."""
-    num_tokens, num_heads, head_dim = x_ref.shape
-    i, length = pl.program_id(0), pl.num_programs(0)
-    lanes = pl.next_power_of_2(head_dim)
+    """One program for a cut token, or several, and so many of their heads."""
+    first, stride = pl.program_id(0), pl.num_programs(0)
     head = pl.program_id(1) * heads + lax.iota(jnp.int32, heads)
+    merge = functools.partial(_merge, x_ref, partials, plan_ref, out_ref, head, num_cut=num_cut)
+    if num_cut <= MAX_PROGRAMS:
+        return merge(first)
+    # Padding comes last: it ends the program's tokens.
+    own = first + stride * lax.iota(jnp.int32, pl.next_power_of_2(pl.cdiv(num_cut, MAX_PROGRAMS)))
+    num_tokens = x_ref.shape[0]
+    token = triton.load(plan_ref.at[own], mask=own < num_cut, other=num_tokens)
+    num_own = (token < num_tokens).astype(jnp.int32).sum()
+    lax.fori_loop(0, num_own, lambda k, _: merge(first + k * stride), None)
+
+
+def _merge(x_ref, partials, plan_ref, out_ref, head, i, *, num_cut: int) -> None:
+    """These heads of the i-th of the cut tokens."""
+    num_tokens, num_heads, head_dim = x_ref.shape
+    lanes = pl.next_power_of_2(head_dim)
     lane = lax.iota(jnp.int32, lanes)
 
     def body(j, carry, value_ref, lse_ref, first, count):
@@ -92,12 +107,12 @@ def _kernel(
         acc = acc * fade[:, None] + (value * weight[:, :, None]).sum(axis=0)
         return new_peak, total * fade + weight.sum(axis=0), acc
 
-    blank = jnp.zeros((heads,), jnp.float32)
-    carry = blank - jnp.inf, blank, jnp.zeros((heads, lanes), jnp.float32)
+    blank = jnp.zeros(head.shape, jnp.float32)
+    carry = blank - jnp.inf, blank, jnp.zeros((*head.shape, lanes), jnp.float32)
     seen = 0
     for number, refs in enumerate(partials):
         if refs is not None:
-            first, count = (plan_ref[(1 + k) * length + i] for k in (number, len(partials) + number))
+            first, count = (plan_ref[(1 + k) * num_cut + i] for k in (number, len(partials) + number))
             of_list = functools.partial(body, value_ref=refs[0], lse_ref=refs[1], first=first, count=count)
             carry = lax.fori_loop(0, pl.cdiv(count, STEP), of_list, carry)
             seen += count

@@ -37,7 +37,7 @@ class Tiles:
 class Merge:
     """Tokens whose range was cut, and where their partial results lie: in each list consecutive, in position order.
 
-    token: row of q. T is padding.
+    token: row of q. T is padding, which comes last.
     first, count: the token's partials in each of the L lists are `[first, first + count)`. No count at all is padding.
     """
 

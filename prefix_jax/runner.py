@@ -41,7 +41,7 @@ RULE_GROUP = 16  # rows of rules in one launch, where there are several
 NOT_FINITE = -1  # the token of a row whose hidden state is NaN or infinite
 # For the compiler: no trials of two kernels for one fusion, on arrays as large as those that fill the memory already.
 NO_TRIALS = {"xla_gpu_experimental_enable_fusion_autotuner": False}
-# JAX 0.12's own sums over devices read each other's memory by a way that NCCL does not open everywhere: NCCL makes them.
+# The sums over devices of JAX 0.12 read other devices by a way that NCCL does not open everywhere: NCCL makes them.
 NCCL_ALONE = {"xla_gpu_experimental_use_collective_kernels": ""} if jax.__version_info__ >= (0, 12) else {}
 PAGE = jax.sharding.PartitionSpec(None, None, None, AXIS)  # of K and V [S, L, 2, Hkv, D]
 
@@ -360,7 +360,9 @@ class Runner:
         for size in (1, RULE_GROUP):
             arrays = np.zeros(size, np.int32), np.zeros((size, rules.packed_len), np.int32)
             self._set_rules[size] = jit(set_rules).lower(self.rules, *arrays).compile(compiler_options=self._options)
-        self._set_bans = jit(set_bans).lower(self.rules, np.int32(0), rules.banned).compile(compiler_options=self._options)
+        self._set_bans = (
+            jit(set_bans).lower(self.rules, np.int32(0), rules.banned).compile(compiler_options=self._options)
+        )
         buckets, device = self.batcher.buckets, jax.config.jax_default_device
 
         def compile(bucket: Bucket) -> Any:

@@ -202,15 +202,22 @@ def render_readme(text: str, folder: Path = FOLDER) -> str:
 
 
 def scaling_sentence(content: Mapping) -> str:
-    """How many times as fast two devices are as one, of each model that ran on both."""
+    """How many times as fast two devices are as one, of each model that ran on both; of the others, how long a step
+    takes."""
     gains: dict[str, list[str]] = {}
+    times: dict[str, list[str]] = {}
     for row in content["rows"]:
-        what, found, _ = row["what"].partition(": times as fast on two GPUs")
-        model, _, work = what.partition(", ")
-        if found and (work.startswith("prefill") or work == "decode step, B = 64"):
-            gains.setdefault(model, []).append(f"{row['value']:.2f} ({work})")
-    models = "; ".join(f"{model} {', '.join(of_model)}" for model, of_model in sorted(gains.items()))
-    return f"{content['device']}, times as fast as one: {models}.\n"
+        what, is_gain, _ = row["what"].partition(": times as fast on two GPUs")
+        model, _, work = what.partition(", " if is_gain else " on 2 devices: ")
+        if work == "decode step, B = 64" or (work.startswith("prefill") and work.endswith("tokens")):
+            into, text = (gains, f"{row['value']:.2f}") if is_gain else (times, f"{row['value']:.4g} {row['unit']}")
+            into.setdefault(model, []).append(f"{text} ({work})")
+    alone = {model: of_model for model, of_model in times.items() if model not in gains}
+    listed = [
+        "; ".join(f"{model} {', '.join(of_model)}" for model, of_model in sorted(x.items())) for x in (gains, alone)
+    ]
+    also = f" Only on two: {listed[1]}." if alone else ""
+    return f"{content['device']}, times as fast as one: {listed[0]}.{also}\n"
 
 
 def _between(text: str, start: str, end: str, new: str) -> str:

@@ -850,13 +850,17 @@ def test_the_readmes_table_shows_rows_with_goals_of_long_files(tmp_path):
 
 def test_the_readmes_scaling_sentence(tmp_path):
     gain = "llama-2-13b, {}: times as fast on two GPUs"
-    rows = [
-        Figure(gain.format(work), 1.234, "x") for work in ("decode step, B = 1", "decode step, B = 64", "prefill step")
+    works = "decode step, B = 1", "decode step, B = 64", "prefill step of 9 tokens"
+    rows = [Figure(gain.format(work), 1.234, "x") for work in works]
+    rows += [
+        Figure(f"{model} on 2 devices: {work}", 34.567, "ms") for model in ("llama-2-13b", "large") for work in works
     ]
+    rows += [Figure("large on 2 devices: prefill step of 9 tokens, in collectives", 5, "% of the time")]
     render_results.write_results("two_gpus", rows, command="make x", device="2 x a card", folder=tmp_path)
     text = f"{render_results.SCALING_START}\nold\n{render_results.SCALING_END}"
     assert render_results.render_readme(text, tmp_path).splitlines()[1:-1] == [
-        "2 x a card, times as fast as one: llama-2-13b 1.23 (decode step, B = 64), 1.23 (prefill step)."
+        "2 x a card, times as fast as one: llama-2-13b 1.23 (decode step, B = 64), 1.23 (prefill step of 9 tokens). "
+        "Only on two: large 34.57 ms (decode step, B = 64), 34.57 ms (prefill step of 9 tokens)."
     ]
 
 

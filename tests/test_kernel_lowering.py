@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from pallas_kernels import paged_attention
+from pallas_kernels import merge, paged_attention
 from pallas_kernels.cases import CASES, build
 
 
@@ -44,6 +44,14 @@ def test_the_kernel_lowers_for_cuda_in_place(case, dtype):
     in_place = ["output_operand_alias" in call for call in calls]
     assert len(calls) >= 1
     assert in_place.count(False) == case.beside, "but for lists of cut tokens alone every launch writes in place"
+
+
+def test_a_merge_of_more_tokens_than_programs_lowers_for_cuda(monkeypatch):
+    monkeypatch.setattr(merge, "MAX_PROGRAMS", 2)
+    case = next(case for case in CASES if case.name == "decode_cut_far")
+    with an_h200():
+        text = traced(case, jnp.bfloat16, "pallas").lower(lowering_platforms=("cuda",)).as_text()
+    assert "merge" in text
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "rocm", "tpu"])

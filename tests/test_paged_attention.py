@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import Merge, paged_attention
+from pallas_kernels import merge as merge_module
 from pallas_kernels.cases import CASES, build
 from pallas_kernels.merge import merge_pallas, merge_xla
 from pallas_kernels.reference import reference
@@ -90,8 +91,11 @@ def test_stacked_indices_of_any_padding_run_the_same_executable():
     assert attend._cache_size() == 1
 
 
-def test_merge_takes_partials_in_order_and_leaves_the_rest_alone():
-    """Log-sum-exp of up to 9 partials against numpy; partials of nobody hold NaN, some of a token's are empty."""
+@pytest.mark.parametrize("programs", [2048, 3])
+def test_merge_takes_partials_in_order_and_leaves_the_rest_alone(programs, monkeypatch):
+    """Log-sum-exp of up to 9 partials against numpy; partials of nobody hold NaN, some of a token's are empty. Of three
+    programs the first has three tokens, the last of them padding, the others two."""
+    monkeypatch.setattr(merge_module, "MAX_PROGRAMS", programs)
     rng = np.random.default_rng(0)
     counts = np.array([1, 2, 4, 5, 9, 3, 0])
     firsts = np.cumsum(counts) - counts
