@@ -18,7 +18,7 @@ from jaxtyping import Array, Int, Shaped
 from pallas_kernels import Scales, Tiles, paged_attention
 from pallas_kernels.qkv import LARGEST
 from prefix_jax.models.llama import KVStore, Llama, LlamaConfig
-from prefix_jax.models.split import EVERYWHERE, KV, on_each
+from prefix_jax.models.split import EVERYWHERE, KV, NCCL_ALONE, on_each
 
 MAX_ARRAY_BYTES = 4 * 2**30  # beyond, a kernel's offsets need 64 bits; 2 GiB for elements of one byte
 
@@ -63,7 +63,7 @@ def measure_scales(model: Llama, tokens: Sequence[int]) -> tuple[Scales, ...]:
     graph, state = nnx.split(model)
     params, tree = jax.tree.flatten(state)
     specs = None if model.mesh is None else [array.sharding.spec for array in params]
-    run = jax.jit(on_each(run, model.mesh, (specs, EVERYWHERE), KV))
+    run = jax.jit(on_each(run, model.mesh, (specs, EVERYWHERE), KV), compiler_options=NCCL_ALONE)
     largest = jax.tree.map(
         lambda slots: jnp.maximum(2 * jnp.abs(slots.astype(jnp.float32)).max(axis=(0, 2)) / LARGEST, 1e-8),
         run(params, np.array(tokens, np.int32)),

@@ -23,7 +23,7 @@ from prefix_jax import kv_store
 from prefix_jax.buckets import SAMPLING_FIELDS, Bucket
 from prefix_jax.executables import keep
 from prefix_jax.models.llama import KVStore, Llama
-from prefix_jax.models.split import AXIS, EVERYWHERE, HEADS, KV, on_each
+from prefix_jax.models.split import AXIS, EVERYWHERE, HEADS, KV, NCCL_ALONE, on_each
 from prefix_jax.sampler import LogitsProcessor, SamplingRows, sample
 from prefix_jax.scheduler import StepPlan
 from prefix_jax.step_batch import Batcher, StepBatch
@@ -40,9 +40,7 @@ CHANGE_GROUP = 4096  # page table changes in one launch, before the step
 RULE_GROUP = 16  # rows of rules in one launch, where there are several
 NOT_FINITE = -1  # the token of a row whose hidden state is NaN or infinite
 # For the compiler: no trials of two kernels for one fusion, on arrays as large as those that fill the memory already.
-NO_TRIALS = {"xla_gpu_experimental_enable_fusion_autotuner": False}
-# The sums over devices of JAX 0.12 read other devices by a way that NCCL does not open everywhere: NCCL makes them.
-NCCL_ALONE = {"xla_gpu_experimental_use_collective_kernels": ""} if jax.__version_info__ >= (0, 12) else {}
+COMPILER_OPTIONS = {"xla_gpu_experimental_enable_fusion_autotuner": False} | NCCL_ALONE
 PAGE = jax.sharding.PartitionSpec(None, None, None, AXIS)  # of K and V [S, L, 2, Hkv, D]
 
 
@@ -85,7 +83,8 @@ class Runner:
         self.reset()
         self.steps: dict[str, Any] = {}
         # These are compiled when first used: saving is no part of a step, and `warm_page_moves` comes before the first.
-        jit = functools.partial(jax.jit, compiler_options=self._options)
+        jit = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
+        self._gather = jit(self.split.gather, static_argnums=(1, 2, 3))
         into_store = functools.partial(jit, donate_argnums=0, out_shardings=self._placed(KV))
         self._read_slots, self._write_slots = jit(self._gather_slots), into_store(self._spread_slots)
         self._read_pages = jit(kv_store.read_pages, out_shardings=self._placed(PAGE))
@@ -167,13 +166,12 @@ class Runner:
     @functools.cached_property
     def fingerprint(self) -> str:
         """Of the weights, on however many devices they are."""
-        gather = jax.jit(self.split.gather, static_argnums=(1, 2, 3), compiler_options=self._options)
-        return fingerprint(self.params, lambda index, array: gather(array, *self.layout[index]))
+        return fingerprint(self.params, lambda index, array: self._gather(array, *self.layout[index]))
 
     def whole_scales(self) -> tuple[Scales, ...]:
         """Those of the model's KV heads."""
         shape = (self.config.num_kv_heads,)
-        return jax.tree.map(lambda scale: self.split.gather(scale, "kv", 0, shape), self.scales)
+        return jax.tree.map(lambda scale: self._gather(scale, "kv", 0, shape), self.scales)
 
     @functools.cached_property
     def host_memory(self) -> jax.sharding.Sharding | None:
@@ -307,12 +305,7 @@ class Runner:
             return {}
         # XLA's own matrix products beat the library's for a few tokens, and lose against it from some 32 on.
         products = {"xla_gpu_enable_triton_gemm": False} if bucket.num_tokens >= 32 else {}
-        return self._options | products | (BESIDE_OPTIONS if bucket.kind == "shared" else {})
-
-    @property
-    def _options(self) -> dict[str, Any]:
-        """For the compiler, whatever it compiles."""
-        return NO_TRIALS | (NCCL_ALONE if self.mesh is not None else {})
+        return COMPILER_OPTIONS | products | (BESIDE_OPTIONS if bucket.kind == "shared" else {})
 
     def _measure_num_pages(self, memory_fraction: float) -> int:
         """Pages for what is free on each device: on one that reports its memory, after the largest bucket ran over a
@@ -352,16 +345,16 @@ class Runner:
         page = kv_store.page_bytes(self.split.local, self.page_size, self.kv_dtype)
         for size in (size for size in COPY_GROUPS if size == COPY_GROUPS[0] or size * page <= COPY_BYTES):
             pair = (jax.ShapeDtypeStruct((size,), jnp.int32),) * 2
-            self._copy_pages[size] = copy.lower(self.store, *pair).compile(compiler_options=self._options)
+            self._copy_pages[size] = copy.lower(self.store, *pair).compile(compiler_options=COMPILER_OPTIONS)
         pair = (jax.ShapeDtypeStruct((CHANGE_GROUP,), jnp.int32),) * 2
         self._change_pages = jit(change_pages).lower(self.page_table, *pair).compile()
         rules = no_rules(self.config.vocab_size)
         self._set_rules = {}
         for size in (1, RULE_GROUP):
             arrays = np.zeros(size, np.int32), np.zeros((size, rules.packed_len), np.int32)
-            self._set_rules[size] = jit(set_rules).lower(self.rules, *arrays).compile(compiler_options=self._options)
+            self._set_rules[size] = jit(set_rules).lower(self.rules, *arrays).compile(compiler_options=COMPILER_OPTIONS)
         self._set_bans = (
-            jit(set_bans).lower(self.rules, np.int32(0), rules.banned).compile(compiler_options=self._options)
+            jit(set_bans).lower(self.rules, np.int32(0), rules.banned).compile(compiler_options=COMPILER_OPTIONS)
         )
         buckets, device = self.batcher.buckets, jax.config.jax_default_device
 

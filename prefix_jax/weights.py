@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from prefix_jax.checkpoint import CheckpointError, read_gguf, read_json
 from prefix_jax.models.llama import Llama, LlamaConfig
+from prefix_jax.models.split import NCCL_ALONE
 from prefix_jax.stored_tensors import (
     EMBED,
     HEAD,
@@ -149,7 +150,7 @@ def open_tensors(path: str | Path, model: Llama, load_format: str = "auto") -> d
     return stored
 
 
-@jax.jit
+@partial(jax.jit, compiler_options=NCCL_ALONE)
 def checksum(array: jax.Array) -> jax.Array:
     """32 bits of all its bits: no element can change, or two change places, unseen; equal on all devices."""
     kind = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[array.dtype.itemsize]

@@ -25,7 +25,7 @@ from pallas_kernels.qkv import rotate_and_write
 from pallas_kernels.tiles import Scales
 from prefix_jax.models import families
 from prefix_jax.models.rope import RopeByLength, plain_frequencies
-from prefix_jax.models.split import Split, spec
+from prefix_jax.models.split import NCCL_ALONE, Split, spec
 
 Slots = Float[Array, "num_slots Hkv D"]
 KVStore = tuple[tuple[Slots, Slots], ...]
@@ -162,7 +162,7 @@ def _initial(key: Array, shape: tuple[int, ...], dtype: Any, start: float | None
     return initial(key, shape, dtype)
 
 
-@partial(jax.jit, static_argnums=range(1, 9))
+@partial(jax.jit, static_argnums=range(1, 9), compiler_options=NCCL_ALONE)
 def _initial_parts(key, shape, dtype, start, split, kind, axis, padded, sharding):
     whole = _initial(key, shape, dtype, start)
     return jax.lax.with_sharding_constraint(split.spread(whole, kind, axis, padded), sharding)
