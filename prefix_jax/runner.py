@@ -302,7 +302,7 @@ class Runner:
 
     def compiler_options(self, bucket: Bucket) -> dict[str, Any]:
         if not is_compiled(self.attention):
-            return {}
+            return COMPILER_OPTIONS
         # XLA's own matrix products beat the library's for a few tokens, and lose against it from some 32 on.
         products = {"xla_gpu_enable_triton_gemm": False} if bucket.num_tokens >= 32 else {}
         return COMPILER_OPTIONS | products | (BESIDE_OPTIONS if bucket.kind == "shared" else {})
@@ -389,8 +389,10 @@ def step(
     processors: tuple[LogitsProcessor, ...] = (),
 ) -> tuple[KVStore, Int[Array, "rows P"], LogitRules, Int[Array, " rows"], Logprobs]:
     """One step: writes the new K and V, attends through the tiles, samples. Pure; returns the new device state, and
-    log-probabilities for the rows that asked. `last_tokens` comes behind what takes the memory of an argument: it would
-    be given that of rules, and those be copied to and fro."""
+    log-probabilities for the rows that asked.
+
+    What is donated comes first: `last_tokens` is not, but has the shape of some of the rules, whose memory it would be
+    given, and they would be copied."""
     model = nnx.merge(graph, jax.tree.unflatten(param_tree, params))
     batch = bucket.unpack(packed)
     page_table = change_pages(page_table, batch["change_index"], batch["change_page"])

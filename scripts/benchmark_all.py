@@ -17,7 +17,7 @@ import benchmark_serving as serving
 import benchmark_throughput as throughput
 from benchmark_throughput import shared_prefix
 from render_results import Figure
-from runs import Bench, add_engine_options, finish, make_bench, open_results, start_figure
+from runs import Bench, add_engine_options, add_profile_option, finish, make_bench, open_results, start_figure
 
 FILES = {"throughput": "throughput", "serving": "serving", "generation": "generation"} | dict.fromkeys(
     prefix_caching.PARTS, "prefix_caching"
@@ -51,6 +51,7 @@ def part_figures(part: str, bench: Bench, args: argparse.Namespace) -> Iterator[
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_engine_options(parser, "llama-3-8b")
+    add_profile_option(parser)
     prefix_caching.add_options(parser)
     serving.add_options(parser)
     parser.add_argument("--lengths", type=Path, metavar="FILE", help="of ShareGPT requests, for the table")

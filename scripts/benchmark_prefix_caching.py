@@ -31,6 +31,7 @@ from runs import (
     Bench,
     Run,
     add_engine_options,
+    add_profile_option,
     gain,
     make_bench,
     void_note,
@@ -101,7 +102,7 @@ def hit_figures(bench: Bench, sizes: Sizes, args: argparse.Namespace) -> Iterato
             [ratio / allowed for ratio in measured.repeats], "x", better="higher", must=must, aim=aim,
         )  # fmt: skip
         yield reached
-        if args.profile and not reached.reached:
+        if args.profile and not reached.reached and time.monotonic() <= args.until:
             yield from profile_figures(reached.what, lambda workload=workload: bench.run(workload, ALL_ON))
 
 
@@ -278,6 +279,7 @@ def figures(bench: Bench, sizes: Sizes, parts: Sequence[str], args: argparse.Nam
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_engine_options(parser, None)
+    add_profile_option(parser)
     add_options(parser)
     parser.add_argument("--only", nargs="+", choices=PARTS, help="default: all but text; with --data, text alone")
     parser.add_argument("--scale", type=int, default=1, help="divide all sizes, and claim nothing")

@@ -147,8 +147,9 @@ def decode_figures(model: str, runner: Runner, batches, context: int, ceilings, 
             yield Figure.median(f"{what} ÷ (bytes / copy bandwidth)", over, "x", must=must, aim=aim)
             if length == context:
                 again = once_more(work)
-                many = lambda again=again: jax.block_until_ready([runner.dispatch(again) for _ in range(PROFILED)])  # noqa: E731
-                yield from profile_figures(what, many)
+                yield from profile_figures(
+                    what, lambda again=again: jax.block_until_ready([runner.dispatch(again) for _ in range(PROFILED)])
+                )
             if length == PEER_CONTEXT and (peer := PEER.get((model, batch))):
                 over = [s * 1e3 / peer for s in seconds]
                 yield Figure.median(f"{what} ÷ vLLM 0.26's", over, "x", must=0.90, aim=0.82)

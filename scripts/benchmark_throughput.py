@@ -285,6 +285,7 @@ def dataset_figures(bench: Bench, workload: Workload, arms: Sequence[Arm], repea
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_engine_options(parser, "llama-3-8b")
+    add_profile_option(parser)
     add_dataset_options(parser)
     parser.add_argument("--no-enable-prefix-caching", action="store_true", help="only the arm without a cache")
     parser.add_argument("--table", action="store_true", help="the project's set; --dataset-path: of ShareGPT lengths")

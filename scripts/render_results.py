@@ -213,11 +213,11 @@ def scaling_sentence(content: Mapping) -> str:
             into, text = (gains, f"{row['value']:.2f}") if is_gain else (times, f"{row['value']:.4g} {row['unit']}")
             into.setdefault(model, []).append(f"{text} ({work})")
     alone = {model: of_model for model, of_model in times.items() if model not in gains}
-    listed = [
-        "; ".join(f"{model} {', '.join(of_model)}" for model, of_model in sorted(x.items())) for x in (gains, alone)
-    ]
-    also = f" Only on two: {listed[1]}." if alone else ""
-    return f"{content['device']}, times as fast as one: {listed[0]}.{also}\n"
+    parts = []
+    for title, found in (("Times as fast as one", gains), ("Only on two", alone)):
+        models = "; ".join(f"{model} {', '.join(of_model)}" for model, of_model in sorted(found.items()))
+        parts += [f"{title}: {models}."] if found else []
+    return f"{content['device']}. {' '.join(parts)}\n"
 
 
 def _between(text: str, start: str, end: str, new: str) -> str:

@@ -252,8 +252,12 @@ def add_engine_options(parser: argparse.ArgumentParser, model: str | None) -> No
     add("--deadline", type=float, default=float("inf"), help="seconds after which nothing new is begun")
     add("--keep", action="store_true", help="keep the file's other rows")
     add("--folder", type=Path, help="where the file goes (default: benchmarks/results)")
-    add("--profile", action="store_true", help="where time goes in what misses its goal, as rows")
     add("--plot", action="store_true", help="draw the file's rows into a PNG beside it")
+
+
+def add_profile_option(parser: argparse.ArgumentParser) -> None:
+    what = "of tables and hit rates: one more run of what misses its goal shows where the time goes"
+    parser.add_argument("--profile", action="store_true", help=what)
 
 
 def make_bench(args: argparse.Namespace, **options) -> Bench:

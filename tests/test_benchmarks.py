@@ -859,7 +859,7 @@ def test_the_readmes_scaling_sentence(tmp_path):
     render_results.write_results("two_gpus", rows, command="make x", device="2 x a card", folder=tmp_path)
     text = f"{render_results.SCALING_START}\nold\n{render_results.SCALING_END}"
     assert render_results.render_readme(text, tmp_path).splitlines()[1:-1] == [
-        "2 x a card, times as fast as one: llama-2-13b 1.23 (decode step, B = 64), 1.23 (prefill step of 9 tokens). "
+        "2 x a card. Times as fast as one: llama-2-13b 1.23 (decode step, B = 64), 1.23 (prefill step of 9 tokens). "
         "Only on two: large 34.57 ms (decode step, B = 64), 34.57 ms (prefill step of 9 tokens)."
     ]
 

@@ -17,8 +17,8 @@ from jaxtyping import Array, Float, Int, Shaped
 from pallas_kernels.scoring import alibi_slopes
 
 AXIS = "model"
-# For the compiler, of what sums over devices or gathers from them. JAX 0.12's own kernels for it read other devices by
-# a way that NCCL does not open everywhere: so NCCL does it.
+# For the compiler, of what sums over devices or gathers from them: NCCL does it. JAX 0.12's own kernels want pointers
+# to the memory of other devices, which NCCL does not give on every host.
 NCCL_ALONE = {"xla_gpu_experimental_use_collective_kernels": ""} if jax.__version_info__ >= (0, 12) else {}
 TENSORS = {  # whose rows, or those marked columns, are units of one kind or of several, one kind behind the other
     "embed_tokens": ("vocab",),
