@@ -57,13 +57,14 @@ class Bucket:
 
     kind: "decode" takes chunks of one token, "shared" these and tiles of pages that they share, "mixed" any chunks.
     shapes: of the narrow tiles and, but for "decode", the wide ones; or where all tiles are wide, of these alone.
-    num_changes: of the page table.
+    num_prompts: of "mixed", how many chunks may have more than one token. num_changes: of the page table.
     """
 
     kind: str
     num_tokens: int
     num_samples: int
     shapes: tuple[TileShape, ...]
+    num_prompts: int = 0
     num_changes: int = 0
 
     @property
@@ -134,6 +135,8 @@ def make_buckets(
     one before; for_gpu: those of `_sizes_for_gpu`.
 
     for_gpu: mixed ones have room for as many changed pages as a long prompt has, since a launch of its own costs more.
+    Those of fewer tokens than a wide tile take one prompt: room for more would be empty tiles, in each of which a layer
+    starts a program for every KV head.
     """
     least = tiling.costs.min_sequences if tiling.costs and not tiling.fixed else max_num_seqs + 1  # to share pages
     if for_gpu:
@@ -144,8 +147,16 @@ def make_buckets(
         sizes = {"decode": decode, "shared": shared, "mixed": mixed}
     if max_num_batched_tokens == 1:
         sizes["mixed"] = []
+
+    def room(kind: str, tokens: int) -> dict[str, int]:
+        if kind != "mixed":
+            return {}
+        one = for_gpu and not tiling.fixed and tokens < min(tiling.wide_rows, max_num_batched_tokens)
+        changes = CHANGES_OF_PROMPT if for_gpu else 0
+        return {"num_prompts": 1 if one else min(tokens // 2, max_num_seqs), "num_changes": changes}
+
     return [
-        _make_bucket(kind, t, min(t, max_num_seqs), num_kv_heads, tiling, for_gpu)
+        _make_bucket(kind, t, min(t, max_num_seqs), num_kv_heads, tiling, room(kind, t))
         for kind, of_kind in sizes.items()
         for t in of_kind
     ]
@@ -172,16 +183,17 @@ def _sizes_for_gpu(max_num_seqs: int, max_num_batched_tokens: int, least: int) -
     return sizes
 
 
-def _make_bucket(kind: str, num_tokens: int, samples: int, num_kv_heads: int, tiling: Tiling, for_gpu: bool) -> Bucket:
+def _make_bucket(
+    kind: str, num_tokens: int, samples: int, num_kv_heads: int, tiling: Tiling, room: Mapping[str, int]
+) -> Bucket:
     rows, costs = tiling.wide_rows, tiling.costs if kind != "decode" else None
-    changes = CHANGES_OF_PROMPT if kind == "mixed" and for_gpu else 0
     if tiling.fixed:
         # Shared tiles take the places of own ones, and a token's ranges are as many either way.
         tiles = (samples + (num_tokens // rows if kind == "mixed" else 0)) * tiling.max_splits
         partials = num_tokens * tiling.max_splits
-        room = {"partials": partials, "shared_tiles": tiles, "shared_partials": partials}
-        shape = TileShape(tiles, rows, tiling.max_splits, fixed=tiling.fixed, **room)
-        return Bucket(kind, num_tokens, samples, (shape,), changes)
+        limits = {"partials": partials, "shared_tiles": tiles, "shared_partials": partials}
+        shape = TileShape(tiles, rows, tiling.max_splits, fixed=tiling.fixed, **limits)
+        return Bucket(kind, num_tokens, samples, (shape,), **room)
     splits = tiling.splits(tiling.narrow_programs, samples, num_kv_heads)
     shapes = [TileShape(samples * splits, 1, splits, partials=samples * splits if splits > 1 or costs else 0)]
     shared = {}
@@ -198,12 +210,12 @@ def _make_bucket(kind: str, num_tokens: int, samples: int, num_kv_heads: int, ti
         shapes.append(TileShape(shared["shared_tiles"], rows, partials=shared["shared_partials"], **shared))
     if kind == "mixed":
         splits = tiling.splits(tiling.wide_programs, -(-num_tokens // rows), num_kv_heads)
-        # A chunk fills whole tiles but for one; it has at least two tokens.
-        tiles = (num_tokens // rows + min(num_tokens // 2, samples)) * splits + shared.get("shared_tiles", 0)
+        # A prompt fills whole tiles but for one.
+        tiles = (num_tokens // rows + room["num_prompts"]) * splits + shared.get("shared_tiles", 0)
         partials = num_tokens * splits if splits > 1 or costs else 0
         partials += shared.get("shared_partials", 0)
         shapes.append(TileShape(tiles, rows, splits, partials=partials, **shared))
-    return Bucket(kind, num_tokens, samples, tuple(shapes), changes)
+    return Bucket(kind, num_tokens, samples, tuple(shapes), **room)
 
 
 def _sizes(smallest: int, largest: int, step: int) -> list[int]:

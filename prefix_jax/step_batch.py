@@ -98,10 +98,15 @@ class Batcher:
         """The one that needs the most memory."""
         return max(self.buckets, key=lambda bucket: (bucket.num_tokens, bucket.packed_len))
 
-    def bucket_of(self, num_chunks: int, num_tokens: int, shares: bool = False) -> Bucket:
-        """The smallest bucket that takes such a plan; `shares`: with tiles for shared pages."""
+    def bucket_of(self, num_chunks: int, num_tokens: int, num_prompts: int = 0, shares: bool = False) -> Bucket:
+        """The smallest bucket that takes such a plan. num_prompts: chunks of more than one token; shares: with tiles
+        for shared pages."""
         kind = "mixed" if num_chunks < num_tokens else "shared" if shares and self.has_shared else "decode"
-        return next(bucket for bucket in self.buckets if bucket.kind == kind and bucket.num_tokens >= num_tokens)
+        return next(
+            bucket
+            for bucket in self.buckets
+            if bucket.kind == kind and bucket.num_tokens >= num_tokens and bucket.num_prompts >= num_prompts
+        )
 
     def build(self, plan: StepPlan, bucket: Bucket | None = None) -> StepBatch:
         """The arrays of a plan in its bucket, or in a larger one; an empty plan gives a step of padding alone."""
@@ -114,7 +119,7 @@ class Batcher:
         decoded = None
         if bucket is None:
             runs = self._shared_runs(rows, starts, lengths, changes)
-            bucket = self.bucket_of(len(chunks), plan.num_tokens, shares=bool(runs))
+            bucket = self.bucket_of(len(chunks), plan.num_tokens, int((lengths > 1).sum()), shares=bool(runs))
             if 0 < plan.num_tokens == len(chunks) == plan.num_reads - plan.num_scored and (written <= starts).all():
                 decoded = self._decoded(bucket, rows, starts, runs)
         if decoded is not None and decoded.follows(self.last):
@@ -201,7 +206,7 @@ class Batcher:
         decode = num_tokens == len(table)
         if decode and num_tokens < self.costs.min_sequences:
             return []
-        wide = self.bucket_of(len(table), num_tokens, shares=True).shapes[-1]
+        wide = self.bucket_of(len(table), num_tokens, int((lengths > 1).sum()), shares=True).shapes[-1]
         runs = choose_runs(
             table,
             starts // self.page_size,

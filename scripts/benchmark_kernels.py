@@ -73,7 +73,8 @@ class Work:
         num_tokens = int(self.lengths.sum())
         table = self.table if self.level is None else self._visible()
         runs = batcher.find_runs(table, self.starts, self.lengths) if self.forest else []
-        bucket = batcher.bucket_of(len(self.table), num_tokens, shares=bool(runs))
+        prompts = int((self.lengths > 1).sum())
+        bucket = batcher.bucket_of(len(self.table), num_tokens, prompts, shares=bool(runs))
         if self.one_list:
             wide, more = bucket.shapes[-1], bucket.num_tokens
             wide = dataclasses.replace(wide, tiles=wide.tiles + more, partials=wide.partials + more)

@@ -22,7 +22,19 @@ from pathlib import Path
 import workloads
 from profiles import profile_figures
 from render_results import Figure, device_name
-from runs import ALL_ON, GROUPED, OFF, VOID, Arm, Bench, add_engine_options, gain, make_bench, write_figures
+from runs import (
+    ALL_ON,
+    GROUPED,
+    OFF,
+    VOID,
+    Arm,
+    Bench,
+    add_engine_options,
+    add_profile_option,
+    gain,
+    make_bench,
+    write_figures,
+)
 from workloads import Workload, text_encoder
 
 from prefix_jax.tokenizer import Tokenizer

@@ -194,3 +194,14 @@ def test_a_gpu_has_a_bucket_for_every_number_of_tokens(max_num_seqs, budget):
         assert batcher.bucket_of(num_chunks=1, num_tokens=num_tokens).num_tokens >= num_tokens
     for num_chunks in range(1, min(max_num_seqs, budget) + 1):
         assert batcher.bucket_of(num_chunks=num_chunks, num_tokens=num_chunks).num_samples >= num_chunks
+        if 2 * num_chunks <= budget:
+            bucket = batcher.bucket_of(num_chunks, 2 * num_chunks, num_prompts=num_chunks)
+            assert bucket.num_prompts >= num_chunks
+
+
+def test_a_small_step_of_one_prompt_has_few_empty_tiles():
+    tiling = Tiling(32, 528, 132, 264, costs=Costs(32, 2.6, 200.0, 11.0, 1e4))
+    batcher = Batcher(make_buckets(1024, 8192, 8, tiling, for_gpu=True), 1024, 4)
+    one, two = (batcher.bucket_of(num_chunks=n, num_tokens=16, num_prompts=n) for n in (1, 2))
+    assert (one.name, two.name) == ("mixed_16", "mixed_128"), "there is none between with so many sequences"
+    assert one.shapes[1].tiles == 16 + 17, "of the prompt's own range, and of shared ones"
