@@ -35,8 +35,8 @@ def drawn_bucket(settings, for_gpu, chunks) -> Bucket:
 
 def bucket_for(buckets: list[Bucket], chunks) -> Bucket:
     num_tokens = sum(length for _, _, length in chunks)
-    kind = "decode" if num_tokens == len(chunks) else "mixed"
-    return next(bucket for bucket in buckets if bucket.kind == kind and bucket.num_tokens >= num_tokens)
+    num_prompts = sum(length > 1 for _, _, length in chunks)
+    return Batcher(buckets, 1024, 4).bucket_of(len(chunks), num_tokens, num_prompts)
 
 
 def plan_of(bucket: Bucket, chunks) -> TilePlan:
