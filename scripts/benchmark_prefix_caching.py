@@ -97,13 +97,13 @@ def hit_figures(bench: Bench, sizes: Sizes, args: argparse.Namespace) -> Iterato
         yield Figure(f"{what}: roofline's gain", allowed, "x", better="higher")
         has_goal = bench.name == "llama-3-8b" and sizes.scale == 1 and not void_note(off_share)
         must, aim = GAIN_GOALS if has_goal else (None, None)
-        reached = Figure.median(
+        compared = Figure.median(
             f"{bench.name}, measured cache gain ÷ roofline's gain at {rate:.0%} hits {shape}{void_note(off_share)}",
             [ratio / allowed for ratio in measured.repeats], "x", better="higher", must=must, aim=aim,
         )  # fmt: skip
-        yield reached
-        if args.profile and not reached.reached and time.monotonic() <= args.until:
-            yield from profile_figures(reached.what, lambda workload=workload: bench.run(workload, ALL_ON))
+        yield compared
+        if args.profile and not compared.reached and time.monotonic() <= args.until:
+            yield from profile_figures(compared.what, lambda workload=workload: bench.run(workload, ALL_ON))
 
 
 def arm_figures(bench: Bench, sizes: Sizes, args: argparse.Namespace) -> Iterator[Figure]:

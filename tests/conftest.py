@@ -24,6 +24,7 @@ check_types = beartype(conf=BeartypeConf(is_pep484_tower=True))  # an int will d
 install_import_hook([*INNER_MODULES, "pallas_kernels"], f"{__name__}.check_types")
 
 import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
 from engines import forget_engines  # noqa: E402
 
 from prefix_jax.default_model import default_model_path  # noqa: E402
@@ -39,6 +40,12 @@ def compiled_code_of_one_file():
     forget_engines()
     jax.clear_caches()
     gc.collect()
+
+
+@pytest.fixture
+def nobodys_memory_is_nan(monkeypatch):
+    """Memory that a kernel is given before anybody has written it."""
+    monkeypatch.setattr(jax.lax, "empty", lambda shape, dtype: jnp.full(shape, jnp.nan, dtype))
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,8 @@ from pallas_kernels import HopperConfig, paged_attention
 from pallas_kernels.cases import HOPPER_CASES, build
 from pallas_kernels.reference import reference
 
+jax.lax.empty = lambda shape, dtype: jnp.full(shape, jnp.nan, dtype)  # nobody's memory
+
 
 def largest_error(case) -> float:
     a = build(case, jnp.bfloat16)
@@ -22,8 +24,8 @@ def largest_error(case) -> float:
         return paged_attention(*arguments, page_size=case.page_size, implementation="pallas_interpret", configs=configs)
 
     out = np.asarray(attend(*a.arguments), np.float32)
-    if not case.beside:
-        assert (out[a.idle] == np.asarray(a.q, np.float32)[a.idle]).all(), "a token in no tile was written"
+    kept = np.full_like(out, np.nan) if case.beside else np.asarray(a.q, np.float32)
+    assert np.array_equal(out[a.idle], kept[a.idle], equal_nan=True), "a token in no tile was written"
     return float(np.abs(out - np.asarray(want))[~a.idle].max())
 
 

@@ -3,10 +3,7 @@
 import dataclasses
 import itertools
 import random
-import sys
-import types
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from engines import (
@@ -32,7 +29,6 @@ from engines import (
     tiny_folder,
     tokens_of,
 )
-from jax import lax
 from oracle import OracleLlama
 
 from prefix_jax import LLM, tiling
@@ -361,10 +357,7 @@ def forest_engine(forest: bool) -> LLM:
     return llm
 
 
-def test_shared_tiles_never_change_a_token(monkeypatch):
-    """Beside shared tiles, what stands in memory of no token is anything: here NaN."""
-    nothing = types.SimpleNamespace(**vars(lax) | {"empty": lambda shape, dtype: jnp.full(shape, jnp.nan, dtype)})
-    monkeypatch.setattr(sys.modules["pallas_kernels.paged_attention"], "lax", nothing)
+def test_shared_tiles_never_change_a_token(nobodys_memory_is_nan, monkeypatch):
     prompts = tree_of_prompts()
     plain = forest_engine(forest=False)
     want = generate(plain, prompts, greedy(12))
