@@ -78,7 +78,8 @@ MODELS = {
     ),
 }  # fmt: skip
 LONGEST = 16384 + 512  # tokens of prompt and output that any benchmark asks for
-PARTS = ("decode", "shared", "prefill", "first", "idle", "copy", "second")
+FP8 = "float8_e4m3fn"
+PARTS = ("decode", "shared", "prefill", "first", "idle", "copy", "second", "fp8")
 PROFILED = 8  # steps in a row
 DECODE = {1: (1.22, 1.12), 64: (1.18, 1.10), 256: (1.24, 1.16)}  # of the limit, at context 1024: must, aim
 # Milliseconds of vLLM 0.26.0 on one H200, its defaults, over contexts of 1024 to 1312.
@@ -141,7 +142,8 @@ def decode_figures(model: str, runner: Runner, batches, context: int, ceilings, 
             seconds = time_step(runner, work, args.calls, args.repeats)
             what = f"{model} decode step, B = {batch}, context {length}"
             yield Figure.median(what, [s * 1e3 for s in seconds], "ms")
-            limit = decode_bytes(runner.config, runner.dtype.itemsize, batch * length) / ceilings["copy_bytes_per_s"]
+            sizes = runner.dtype.itemsize, batch * length, runner.kv_dtype.itemsize
+            limit = decode_bytes(runner.config, *sizes) / ceilings["copy_bytes_per_s"]
             must, aim = DECODE.get(batch, (None, None)) if length == 1024 and model == "llama-3-8b" else (None, None)
             over = [s / limit for s in seconds]
             yield Figure.median(f"{what} ÷ (bytes / copy bandwidth)", over, "x", must=must, aim=aim)
@@ -163,6 +165,8 @@ def prefill_figures(model: str, runner: Runner, length: int, rate: float, args) 
     yield Figure.median(what, [s * 1e3 for s in seconds], "ms")
     share = [prefill_operations(runner.config, length) / s / rate for s in seconds]
     yield Figure.median(f"{what} ÷ matrix-product rate", share, "x", must=0.88, aim=0.95, better="higher")
+    again = once_more(work)
+    yield from profile_figures(what, lambda: jax.block_until_ready(runner.dispatch(again)))
 
 
 def shared_figures(model: str, runner: Runner, batch: int, prefixes, args) -> list[Figure]:
@@ -306,6 +310,13 @@ def measure(args) -> Iterator[dict | Figure]:
         sizes = {"max_num_seqs": batch, "max_num_batched_tokens": batch}
         runner = start_engine(args.second, args.dtype, **sizes).engine.runner
         yield from decode_figures(args.second, runner, [batch], args.context, ceilings, args)
+        del runner
+        gc.collect()
+    if "fp8" in args.only:
+        batch = max(args.batch)
+        sizes = {"max_num_seqs": batch, "max_num_batched_tokens": batch, "kv_dtype": FP8, "forest": False}
+        runner = start_engine(args.model, args.dtype, **sizes).engine.runner
+        yield from decode_figures(f"{args.model}, K and V in {FP8},", runner, [batch], args.context, ceilings, args)
 
 
 def main() -> None:

@@ -49,9 +49,9 @@ def prefill_operations(config: LlamaConfig, new: int, cached: int = 0) -> float:
     return 2 * layer_params(config) * new + 4 * config.num_layers * config.num_heads * config.head_dim * pairs
 
 
-def decode_bytes(config: LlamaConfig, itemsize: int, positions: float) -> float:
-    """Of one step over so many positions of K and V, all sequences together."""
-    return weight_bytes(config, itemsize) + positions * kv_bytes(config, itemsize)
+def decode_bytes(config: LlamaConfig, itemsize: int, positions: float, kv_itemsize: int | None = None) -> float:
+    """Of one step over so many positions of K and V, all sequences together; kv_itemsize None: that of the weights."""
+    return weight_bytes(config, itemsize) + positions * kv_bytes(config, kv_itemsize or itemsize)
 
 
 @dataclass(frozen=True)
