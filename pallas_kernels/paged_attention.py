@@ -7,10 +7,12 @@ from typing import Literal, get_args
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import hopper_attention as hopper
 from pallas_kernels import tile_attention as pallas
+from pallas_kernels import triton
 from pallas_kernels import xla_attention as xla
 from pallas_kernels.hopper_attention import HopperConfig
 from pallas_kernels.merge import merge_pallas, merge_xla
@@ -86,6 +88,7 @@ def paged_attention(
             out, partials[i] = run.tile_attention(*arrays, **options, config=config, interpret=interpret)
         if tiles.only_cut:  # it begins before the others, so that it finds room; they do not wait for its end
             x, partials[i] = lax.optimization_barrier((x, partials[i]))
+            positions = positions if implementation == "xla" else _later(positions, q, interpret=interpret)
         else:
             x = out
     if merge is None:
@@ -95,6 +98,20 @@ def paged_attention(
         if implementation == "xla"
         else merge_pallas(x, partials, merge, interpret=interpret)
     )
+
+
+def _later(positions: Int[Array, "T"], q: Float[Array, "T Hq D"], *, interpret: bool) -> Int[Array, "T"]:
+    """The same, a launch after q. A program of the kernel for Hopper takes half a multiprocessor, and where both lists
+    wait for q alone, narrow tiles fill the device first and the wide ones run behind them: 88 µs instead of 67."""
+
+    def copy(_, positions_ref, out_ref):
+        at = lax.iota(jnp.int32, pl.next_power_of_2(len(positions)))
+        there = at < len(positions)
+        triton.store(out_ref.at[at], triton.load(positions_ref.at[at], mask=there, other=0), mask=there)
+
+    shape = jax.ShapeDtypeStruct(positions.shape, positions.dtype)
+    options = {"num_warps": 4, "num_stages": 1, "interpret": interpret}
+    return triton.launch(copy, out_shape=shape, grid=(1,), aliases={}, name="later", **options)(q, positions)
 
 
 def default_implementation() -> Implementation:
