@@ -31,13 +31,9 @@ def keep(key: tuple[Any, ...], devices: Sequence[jax.Device], compile: Callable[
 
     key: by its repr, with the sources of this package, the versions, the devices and the flags of XLA.
     """
-    cache = jax.config.jax_compilation_cache_dir if jax.config.jax_enable_compilation_cache else None
-    if not cache or "://" in cache or devices[0].platform in NOT_KEPT or sources() != IMPORTED:
+    path, client = _path(key, devices), devices[0].client
+    if path is None:
         return compile()
-    client, of_devices = devices[0].client, [(device.device_kind, device.id) for device in devices]
-    environment = IMPORTED, versions(client), flags()
-    digest = hashlib.sha256(repr((environment, of_devices, key)).encode()).hexdigest()
-    path = Path(cache) / "prefix_jax" / digest
     try:
         made = pickle.loads(path.read_bytes())
         return serialize_executable.deserialize_and_load(*made, backend=client, execution_devices=devices)
@@ -51,6 +47,35 @@ def keep(key: tuple[Any, ...], devices: Sequence[jax.Device], compile: Callable[
     except Exception as error:
         log.warning("an executable is not kept in %s: %s", path.parent, error)
     return compiled
+
+
+def keep_size(key: tuple[Any, ...], devices: Sequence[jax.Device], least: int, most: int) -> int:
+    """A size that executables have, of which `most` is possible now: the one that an earlier process with this key had,
+    if it is in [least, most], so that its executables are found; else `most`, for later processes."""
+    path = _path(("size", key), devices)
+    if path is None:
+        return most
+    try:
+        if least <= (size := int(path.read_text())) <= most:
+            return size
+    except (OSError, ValueError):
+        pass
+    try:
+        _write(path, str(most).encode())
+    except OSError as error:
+        log.warning("a size is not kept in %s: %s", path.parent, error)
+    return most
+
+
+def _path(key: tuple[Any, ...], devices: Sequence[jax.Device]) -> Path | None:
+    """Where what depends on this key is kept; None for nowhere."""
+    cache = jax.config.jax_compilation_cache_dir if jax.config.jax_enable_compilation_cache else None
+    if not cache or "://" in cache or devices[0].platform in NOT_KEPT or sources() != IMPORTED:
+        return None
+    of_devices = [(device.device_kind, device.id) for device in devices]
+    environment = IMPORTED, versions(devices[0].client), flags()
+    digest = hashlib.sha256(repr((environment, of_devices, key)).encode()).hexdigest()
+    return Path(cache) / "prefix_jax" / digest
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 import logging
+import struct
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -151,8 +152,8 @@ class PromptReader:
         vocab, longest = self.vocab_size, self.max_model_len
         if len(token_ids) > longest:
             raise ValueError(f"{what} has {len(token_ids)} tokens, max_model_len is {longest}")
-        with suppress(OverflowError):
-            tokens = array("i", token_ids)
+        with suppress(struct.error):
+            tokens = _packed(token_ids)
             # As unsigned numbers the negative ones are the largest. The builtin max takes a hundred times as long.
             if not tokens or np.frombuffer(tokens, np.uint32).max() < vocab:
                 return tokens
@@ -174,7 +175,7 @@ class PromptReader:
             raise ValueError(f"the prefix has cache_salt {prefix.salt!r}, the prompt {salt!r}")
         return prefix.content, prefix_pos, prefix.salt
 
-    def _read_prompt(self, prompt: Any, above: Encoded | None) -> tuple[str | None, list[int]]:
+    def _read_prompt(self, prompt: Any, above: Encoded | None) -> tuple[str | None, Sequence[int]]:
         """Text and token ids of a prompt behind what stands before it."""
         if isinstance(prompt, Mapping):
             known = ("prompt", "prompt_token_ids", "messages")
@@ -192,7 +193,7 @@ class PromptReader:
                 text = None if above else prompt.get("prompt") or None
                 if not isinstance(text, str | None):
                     raise TypeError(f"the prompt beside prompt_token_ids must be text, got {text!r:.80}")
-                return text, [*(above.whole if above else ()), *_token_list(prompt["prompt_token_ids"])]
+                return text, _behind(above, _read_tokens(prompt["prompt_token_ids"]))
             prompt = prompt["prompt"]
         if isinstance(prompt, str) and above is not None:
             behind = self._encode_text(prompt, above)
@@ -200,7 +201,7 @@ class PromptReader:
         if isinstance(prompt, str):
             self._need_tokenizer()
             return prompt, self.tokenizer.encode(prompt)
-        return None, [*(above.whole if above else ()), *_token_list(prompt)]
+        return None, _behind(above, _read_tokens(prompt))
 
     def _join_messages(self, above: Encoded | None, messages: Any) -> list[dict[str, Any]]:
         if above is not None and above.messages is None:
@@ -239,7 +240,7 @@ class PromptReader:
             whole = self.tokenizer.encode_chat(messages, add_generation_prompt=False)
             encoded = Encoded(self.tokenizer.encode_chat_beginning(messages), whole, messages=messages)
         else:
-            tokens = [*(above.whole if above else ()), *_token_list(content)]
+            tokens = list(_behind(above, _read_tokens(content)))
             encoded = Encoded(tokens, tokens)
         self._check_tokens(encoded.whole, "the prefix")
         return encoded
@@ -290,11 +291,26 @@ def _with_arguments(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _token_list(tokens: Any) -> list[int]:
+def _behind(above: Encoded | None, tokens: Sequence[int]) -> Sequence[int]:
+    return tokens if above is None else [*above.whole, *tokens]
+
+
+def _packed(tokens: Sequence[Any]) -> array:
+    """Faster than array("i", tokens). struct.error for what is no integer, or too large."""
+    return tokens if isinstance(tokens, array) else array("i", struct.pack(f"{len(tokens)}i", *tokens))
+
+
+def _read_tokens(tokens: Any) -> Sequence[int]:
+    """Whatever integers a caller has, packed if all of them fit."""
     tokens = tokens.tolist() if hasattr(tokens, "tolist") else tokens  # of NumPy or JAX
+    if isinstance(tokens, list | tuple):
+        with suppress(Exception):  # whatever lies in it: what is wrong is said below
+            packed = _packed(tokens)
+            # To ask every token for its class takes longer than all else here; only these may be bools.
+            small = np.flatnonzero(np.frombuffer(packed, np.uint32) < 2).tolist()
+            if bool not in set(map(type, map(tokens.__getitem__, small))):
+                return packed
     is_list = isinstance(tokens, Sequence) and not isinstance(tokens, bytes | bytearray)
-    if is_list and set(map(type, tokens)) == {int}:
-        return list(tokens)  # nearly always: asking each token for its abstract class takes a second per million
     if not is_list or any(isinstance(t, bool) or not isinstance(t, Integral) for t in tokens):
         raise TypeError(f"a prompt must be text, a list of token ids, or a dict of these, got {tokens!r:.80}")
     return [int(token) for token in tokens]

@@ -21,7 +21,7 @@ from pallas_kernels.logit_rules import LogitRules
 from pallas_kernels.logprobs import Logprobs
 from prefix_jax import kv_store
 from prefix_jax.buckets import SAMPLING_FIELDS, Bucket
-from prefix_jax.executables import keep
+from prefix_jax.executables import keep, keep_size
 from prefix_jax.models.llama import KVStore, Llama
 from prefix_jax.models.split import AXIS, EVERYWHERE, HEADS, KV, NCCL_ALONE, on_each
 from prefix_jax.sampler import LogitsProcessor, SamplingRows, sample
@@ -294,11 +294,14 @@ class Runner:
 
         if self.processors:  # nothing tells one function from another
             return compile()
-        sizes = num_pages, self.page_size, self.batcher.max_num_seqs, self.batcher.max_pages
-        kinds = self.dtype, self.kv_dtype, [(p.shape, p.dtype) for p in self.params]
         configs = tile_configs(bucket, self.split.local, self.dtype, self.attention, self.page_size)
-        key = (bucket, self.config, sizes, kinds, self.attention, configs, sorted(options.items()))
+        key = bucket, num_pages, self._sizes(), self.attention, configs, sorted(options.items())
         return keep(key, self.devices, compile)
+
+    def _sizes(self) -> tuple[Any, ...]:
+        """Of everything that steps take, but for the pages of the store and the batch."""
+        sizes = self.page_size, self.batcher.max_num_seqs, self.batcher.max_pages
+        return self.config, sizes, self.dtype, self.kv_dtype, [(p.shape, p.dtype) for p in self.params]
 
     def compiler_options(self, bucket: Bucket) -> dict[str, Any]:
         if not is_compiled(self.attention):
@@ -331,10 +334,11 @@ class Runner:
             )
         if free < page:
             raise MemoryError(f"no memory for one page: a page takes {page:,} bytes, {int(free):,} are free")
-        num_pages = min(limit, int(free // page))
-        # Rounded down to three binary digits: a later start then finds its executables in the compilation cache.
-        coarse = max(0, num_pages.bit_length() - 3)
-        return num_pages >> coarse << coarse
+        most = min(limit, int(free // page))
+        # The last pages are no loss, and those of an earlier start, if hardly fewer, spare the compilation.
+        coarse = max(0, most.bit_length() - 6)
+        key = self.batcher.buckets, self._sizes(), self.attention, memory_fraction
+        return keep_size(key, self.devices, most - most // 16, most >> coarse << coarse)
 
     def _warm_up(self, use_tqdm: bool) -> None:
         """Compiles every bucket, in parallel, and runs each once over padding. Nothing is compiled afterwards."""

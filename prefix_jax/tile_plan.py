@@ -115,6 +115,8 @@ def tile_plan(
         found[-1].append(_share(runs, pieces, rows, firsts, lengths, num_ranges[-1], shapes[-1].rows, page_size))
     narrow = lengths == 1 if len(shapes) > 1 else np.ones(len(lengths), bool)
     for shape, ranges, counts, chosen in zip(shapes, found, num_ranges, (narrow, ~narrow), strict=False):
+        if not chosen.any():
+            continue
         tiles = _cut_chunks(*(x[chosen] for x in (rows, begins, starts, lengths, firsts)), shape.rows)
         ranges.append(_cut_ranges(*tiles, counts, shape))
 
@@ -241,17 +243,19 @@ def _lay_out(
 ) -> TileList:
     """The tiles in the capacity of their list, the longest last, where the kernels begin, filled up with empty ones.
     base: each token's first partial result in this list, of num_cut."""
+    token = np.full((shape.tiles, shape.rows), num_tokens, np.int32)
+    partial = np.full((shape.tiles, shape.rows), shape.partials, np.int32)
+    columns = np.zeros((3, shape.tiles), np.int32)
+    if not ranges:
+        return TileList(token, *columns, partial)
     names = ("token", "number", "row", "start", "end")
     tokens, number, row, start, end = (np.concatenate([getattr(part, name) for part in ranges]) for name in names)
     assert len(row) <= shape.tiles, f"{len(row)} tiles, room for {shape.tiles}"
     assert num_cut <= shape.partials, f"{num_cut} partial results, room for {shape.partials}"
     order = np.argsort(end - start, kind="stable") if shape.rows > 1 else slice(None)
     is_real = tokens[order] >= 0
-    token = np.full((shape.tiles, shape.rows), num_tokens, np.int32)
-    partial = np.full((shape.tiles, shape.rows), shape.partials, np.int32)
     token[: len(row)] = np.where(is_real, tokens[order], num_tokens)
     numbered = np.minimum(base[tokens[order]] + number[order], shape.partials)
     partial[: len(row)] = np.where(is_real, numbered, shape.partials)
-    columns = np.zeros((3, shape.tiles), np.int32)
     columns[:, : len(row)] = row[order], start[order], end[order]
     return TileList(token, *columns, partial)

@@ -245,7 +245,7 @@ def first_token_figures(llm: LLM, args) -> Iterator[Figure]:
     again = once_more(alone)
     yield from profile_figures(f"{what}: the step alone", lambda: jax.block_until_ready(runner.dispatch(again)))
     runner.reset()
-    first = first_token_times(llm, length, new, args.repeats, 0)
+    first = first_token_times(llm, length, new, 4 * args.repeats, 0)  # of some ms each, which differ by a tenth
     yield Figure.median(what, first, "ms")
     yield Figure(f"{what}: the step alone", alone_ms, "ms")
     yield Figure.median(f"{what} ÷ decode step, B = 1", [ms / single_ms for ms in first], "x", must=2, aim=1.5)

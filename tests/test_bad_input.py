@@ -1,6 +1,7 @@
 """Every kind of bad input: what is refused, what the error says, and that the others run."""
 
 from array import array
+from collections import deque
 
 import jax.numpy as jnp
 import numpy as np
@@ -26,6 +27,16 @@ def llm() -> LLM:
     return make_llm()
 
 
+class Sly:
+    """Says that it is an integer, and is not."""
+
+    def __index__(self):
+        raise RuntimeError("it was a lie")
+
+    def __repr__(self):
+        return "Sly()"
+
+
 BAD_PROMPTS = {
     "the prompt is empty: it has no tokens": [],
     "the prompt has 257 tokens, max_model_len is 256": [5] * 257,
@@ -34,6 +45,9 @@ BAD_PROMPTS = {
     "a prompt must be text, a list of token ids, or a dict of these, got [1.5]": [1.5],
     "a prompt must be text, a list of token ids, or a dict of these, got [5, True]": {"prompt_token_ids": [5, True]},
     "a prompt must be text, a list of token ids, or a dict of these, got [[5]]": [[5]],
+    "a prompt must be text, a list of token ids, or a dict of these, got [0, 1, False]": [0, 1, False],
+    "a prompt must be text, a list of token ids, or a dict of these, got [5, array([5, 6])]": [5, np.array([5, 6])],
+    "a prompt must be text, a list of token ids, or a dict of these, got [5, Sly()]": [5, Sly()],
     "a prompt must be text, a list of token ids, or a dict of these, got None": None,
     "a prompt must be text, a list of token ids, or a dict of these, got 3.0": 3.0,
     "a prompt dict needs one of prompt, prompt_token_ids, messages, got none": {},
@@ -216,7 +230,16 @@ def test_what_is_no_prompt_at_all_is_shown(llm, prompts):
 
 
 @pytest.mark.parametrize(
-    "make", [np.array, jnp.array, lambda ids: np.array(ids, np.uint16), lambda ids: array("q", ids)]
+    "make",
+    [
+        np.array,
+        jnp.array,
+        lambda ids: np.array(ids, np.uint16),
+        lambda ids: array("q", ids),
+        deque,
+        tuple,
+        lambda ids: [np.int64(i) for i in ids],
+    ],
 )
 def test_arrays_are_prompts(llm, make):
     want = [output.outputs[0].token_ids for output in generate(llm, [[5, 6, 7], [8, 9, 10]])]

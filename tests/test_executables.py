@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import pytest
 from engines import SLIM, generate, random_prompts, tiny_folder
 
-from prefix_jax import LLM, executables
+from prefix_jax import LLM, executables, runner
+from prefix_jax.kv_store import page_bytes
 from prefix_jax.runner import Runner
 
 
@@ -62,6 +63,44 @@ def test_another_engine_finds_nothing(options, kept_in, lowered):
     assert len(lowered) - made == len(changed.engine.batcher.buckets)
 
 
+@pytest.fixture
+def memory(monkeypatch):
+    """What the device says that it has: `memory["bytes_limit"]`, all of it free."""
+    stats = {"bytes_limit": 0, "bytes_in_use": 0}
+    monkeypatch.setattr(runner, "_memory_stats", lambda mesh: [stats])
+    return stats
+
+
+def test_a_little_less_memory_or_more_takes_the_pages_and_executables_that_are_there(kept_in, lowered, memory):
+    page, options = page_bytes(start().model_config, 16, "float32"), {"num_pages": None, "memory_fraction": 1.0}
+    memory["bytes_limit"] = 1 << 22
+    num_pages, made = start(**options).stats["num_pages"], len(lowered)
+    assert num_pages >= 64 and num_pages % (1 << num_pages.bit_length() - 6) == 0, "the rest is room for chance"
+    for more in (0, page, num_pages // 32 * page):
+        memory["bytes_limit"] = (1 << 22) + more
+        assert (start(**options).stats["num_pages"], len(lowered)) == (num_pages, made)
+    memory["bytes_limit"] = (1 << 22) - num_pages // 32 * page
+    fewer = start(**options).stats["num_pages"]
+    assert num_pages * 15 // 16 < fewer < num_pages and len(lowered) > made, "there is no room for as many"
+    made, memory["bytes_limit"] = len(lowered), 1 << 22
+    assert (start(**options).stats["num_pages"], len(lowered)) == (fewer, made)
+    assert start(**options | {"memory_fraction": 0.95}).stats["num_pages"] < fewer, "as it was asked"
+    assert start(**options).stats["num_pages"] == fewer
+    memory["bytes_limit"] = (1 << 22) * 9 // 8
+    assert start(**options).stats["num_pages"] > num_pages, "too much to do without"
+
+
+def test_a_size_that_nobody_can_read_is_chosen_anew(kept_in):
+    devices = jax.devices()[:1]
+    assert executables.keep_size(("key",), devices, 5, 10) == 10
+    assert executables.keep_size(("key",), devices, 5, 12) == 10
+    assert executables.keep_size(("other",), devices, 5, 12) == 12
+    for path in kept_in.iterdir():
+        path.write_text("ten")
+    assert executables.keep_size(("key",), devices, 5, 12) == 12
+    assert executables.keep_size(("key",), devices, 5, 13) == 12
+
+
 def test_other_sources_find_nothing(kept_in, lowered, monkeypatch):
     llm = start()
     monkeypatch.setattr(executables, "sources", lambda: "others")
@@ -88,6 +127,7 @@ def test_a_full_disk_costs_the_file_alone(kept_in, caplog, monkeypatch):
 
     monkeypatch.setattr(executables, "_write", full)
     assert generate(start(), [[1, 2, 3]]) and "no space left" in caplog.text
+    assert executables.keep_size(("key",), jax.devices()[:1], 5, 10) == 10
 
 
 def test_functions_of_the_caller_are_never_kept(kept_in):

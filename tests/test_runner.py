@@ -64,9 +64,9 @@ def test_the_pool_is_what_was_asked_for_or_what_all_rows_can_use(unstarted):
     options = {"max_model_len": 100, "max_num_seqs": 3, "max_num_batched_tokens": 8}
     assert unstarted(tiny_folder(), num_pages=5, **options).stats["num_pages"] == 5
     llm = unstarted(tiny_folder(), **options)
-    assert llm.stats["num_pages"] == 20, "3 rows of 7 pages, rounded down to three binary digits"
+    assert llm.stats["num_pages"] == 21, "3 rows of 7 pages"
     for keys, values in llm.engine.runner.store:
-        assert keys.shape == values.shape == (21 * 16, 2, 16)
+        assert keys.shape == values.shape == (22 * 16, 2, 16)
 
 
 # Through the steps ----------------------------------------------------------------------------------------------------
