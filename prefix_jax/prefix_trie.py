@@ -54,8 +54,6 @@ class Node:
 
     def child(self, key: bytes) -> Node | None:
         """The child whose page holds exactly these tokens."""
-        if len(self.keys) == 1:  # most of a long path
-            return self.children[0] if self.keys[0] == key else None
         i = bisect_left(self.keys, key)
         return self.children[i] if i < len(self.keys) and self.keys[i] == key else None
 

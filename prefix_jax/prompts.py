@@ -240,7 +240,7 @@ class PromptReader:
             whole = self.tokenizer.encode_chat(messages, add_generation_prompt=False)
             encoded = Encoded(self.tokenizer.encode_chat_beginning(messages), whole, messages=messages)
         else:
-            tokens = list(_behind(above, _read_tokens(content)))
+            tokens = _behind(above, list(_read_tokens(content)))
             encoded = Encoded(tokens, tokens)
         self._check_tokens(encoded.whole, "the prefix")
         return encoded
@@ -253,9 +253,8 @@ class PromptReader:
             return Encoded(self.tokenizer.encode_beginning(text), whole, text=text)
         if above.messages is not None:
             raise ValueError("text does not go behind messages: give messages")
-        return Encoded(*([*above.whole, *self._without_bos(ids)] for ids in (
-            self.tokenizer.encode_beginning(text), self.tokenizer.encode(text, goes_on=goes_on)
-        )))  # fmt: skip
+        beginning, whole = self.tokenizer.encode_beginning(text), self.tokenizer.encode(text, goes_on=goes_on)
+        return Encoded(*(_behind(above, self._without_bos(ids)) for ids in (beginning, whole)))
 
     def _without_bos(self, ids: list[int]) -> list[int]:
         return ids[1:] if ids[:1] == [self.tokenizer.bos_id] else ids
@@ -292,6 +291,7 @@ def _with_arguments(call: Any) -> Any:
 
 
 def _behind(above: Encoded | None, tokens: Sequence[int]) -> Sequence[int]:
+    """A list, or what was given."""
     return tokens if above is None else [*above.whole, *tokens]
 
 

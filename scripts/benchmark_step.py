@@ -304,19 +304,20 @@ def measure(args) -> Iterator[dict | Figure]:
     if "copy" in args.only:
         yield Figure("bytes of K and V copied by a step", kv_copy_bytes(runner), "bytes", must=0)
     del llm, runner
-    gc.collect()
     if "second" in args.only:
         batch = sorted(args.batch)[len(args.batch) // 2]
-        sizes = {"max_num_seqs": batch, "max_num_batched_tokens": batch}
-        runner = start_engine(args.second, args.dtype, **sizes).engine.runner
-        yield from decode_figures(args.second, runner, [batch], args.context, ceilings, args)
-        del runner
-        gc.collect()
+        yield from other_engine_figures(args.second, args.second, batch, ceilings, args)
     if "fp8" in args.only:
-        batch = max(args.batch)
-        sizes = {"max_num_seqs": batch, "max_num_batched_tokens": batch, "kv_dtype": FP8, "forest": False}
-        runner = start_engine(args.model, args.dtype, **sizes).engine.runner
-        yield from decode_figures(f"{args.model}, K and V in {FP8},", runner, [batch], args.context, ceilings, args)
+        what, options = f"{args.model}, K and V in {FP8},", {"kv_dtype": FP8, "forest": False}
+        yield from other_engine_figures(what, args.model, max(args.batch), ceilings, args, **options)
+
+
+def other_engine_figures(what: str, model: str, batch: int, ceilings, args, **options) -> Iterator[Figure]:
+    """Decode steps of an engine made for them alone; the one before must be gone."""
+    gc.collect()
+    sizes = {"max_num_seqs": batch, "max_num_batched_tokens": batch}
+    runner = start_engine(model, args.dtype, **sizes, **options).engine.runner
+    yield from decode_figures(what, runner, [batch], args.context, ceilings, args)
 
 
 def main() -> None:
