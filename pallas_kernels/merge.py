@@ -12,7 +12,8 @@ from jaxtyping import Array, Float
 from pallas_kernels import triton
 from pallas_kernels.tiles import Merge, Partials
 
-STEP, NUM_WARPS = 4, 4  # partials that a program merges at a time
+STEP = 4  # partials that a program merges at a time
+FEW = 256  # tokens
 MAX_PROGRAMS = 2048  # of one group of heads: as many as the device holds; a program of padding costs, too
 
 
@@ -46,16 +47,16 @@ def merge_pallas(
     x: Float[Array, "T Hq D"], partials: Sequence[Partials | None], merge: Merge, *, interpret: bool = False
 ) -> Float[Array, "T Hq D"]:
     """The same as a kernel; the result takes the place of x, in the same memory."""
-    # Few tokens: short programs fill the device. Many: every program costs, and most may find nothing to do.
     num_cut = len(merge.token)
-    heads = 8 if num_cut <= 64 else min(32, pl.next_power_of_2(x.shape[1]))
+    # Few tokens: short programs that wait for little. Many: every program costs, and most may find nothing to do.
+    heads, num_warps = (2, 1) if num_cut <= FEW else (min(32, pl.next_power_of_2(x.shape[1])), 8)
     plan = jnp.concatenate([merge.token, merge.first.reshape(-1), merge.count.reshape(-1)])  # one copy, not three
     return triton.launch(
         functools.partial(_kernel, num_cut=num_cut, heads=heads),
         out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
         grid=(min(num_cut, MAX_PROGRAMS), pl.cdiv(x.shape[1], heads)),
         aliases={0: 0},
-        num_warps=NUM_WARPS,
+        num_warps=num_warps,
         num_stages=1,
         interpret=interpret,
         name="merge",
@@ -91,34 +92,40 @@ def _merge(x_ref, partials, plan_ref, out_ref, head, i, *, num_cut: int) -> None
     lanes = pl.next_power_of_2(head_dim)
     lane = lax.iota(jnp.int32, lanes)
 
-    def body(j, carry, value_ref, lse_ref, first, count):
-        peak, total, acc = carry
+    def load(j, value_ref, lse_ref, first, count):
         step = j * STEP + lax.iota(jnp.int32, STEP)
         at, columns = triton.spread((first + step)[:, None], head[None, :])
         there = (step < count)[:, None] & (head < num_heads)[None, :]
         lse = triton.load(lse_ref.at[at, columns], mask=there, other=-jnp.inf)
-        new_peak = jnp.maximum(peak, lse.max(axis=0))
-        shift = jnp.where(new_peak > -jnp.inf, new_peak, 0.0)  # -inf - -inf is NaN
-        weight = jnp.exp2(lse - shift[None, :])
         mask = there[:, :, None] & (lane < head_dim)[None, None, :]
         cube = triton.spread(at[:, :, None], columns[:, :, None], lane[None, None, :])
-        value = triton.load(value_ref.at[cube], mask=mask, other=0.0)
-        fade = jnp.exp2(peak - shift)
+        return lse, triton.load(value_ref.at[cube], mask=mask, other=0.0)
+
+    def fold(carry, lse, value):
+        peak, total, acc = carry
+        new_peak = jnp.maximum(peak, lse.max(axis=0))
+        shift = jnp.where(new_peak > -jnp.inf, new_peak, 0.0)  # -inf - -inf is NaN
+        fade, weight = jnp.exp2(peak - shift), jnp.exp2(lse - shift[None, :])
         acc = acc * fade[:, None] + (value * weight[:, :, None]).sum(axis=0)
         return new_peak, total * fade + weight.sum(axis=0), acc
 
     blank = jnp.zeros(head.shape, jnp.float32)
     carry = blank - jnp.inf, blank, jnp.zeros((*head.shape, lanes), jnp.float32)
-    seen = 0
-    for number, refs in enumerate(partials):
-        if refs is not None:
-            first, count = (plan_ref[(1 + k) * num_cut + i] for k in (number, len(partials) + number))
-            of_list = functools.partial(body, value_ref=refs[0], lse_ref=refs[1], first=first, count=count)
-            carry = lax.fori_loop(0, pl.cdiv(count, STEP), of_list, carry)
-            seen += count
+    lists = [
+        (*refs, *(plan_ref[(1 + k) * num_cut + i] for k in (number, len(partials) + number)))
+        for number, refs in enumerate(partials)
+        if refs is not None
+    ]
+    token = plan_ref[i]
+    seen = sum(count for *_, count in lists)
+    # What nearly always is all of them is asked for at once, before anything is folded.
+    for of_list, begun in [(of_list, load(0, *of_list)) for of_list in lists]:
+        steps = pl.cdiv(of_list[-1], STEP)
+        carry = fold(carry, *begun)
+        carry = lax.fori_loop(1, steps, lambda j, carry, of_list=of_list: fold(carry, *load(j, *of_list)), carry)
     _, total, acc = carry
     value = acc / jnp.where(total > 0, total, 1.0)[:, None]
-    token = jnp.where(seen > 0, plan_ref[i], num_tokens)
+    token = jnp.where(seen > 0, token, num_tokens)
     mask = (head < num_heads)[:, None] & (lane < head_dim)[None, :] & (token < num_tokens)
     at = triton.spread(token, head[:, None], lane[None, :])
     triton.store(out_ref.at[at], value.astype(out_ref.dtype), mask=mask)

@@ -135,6 +135,7 @@ def _kernel(
         page = page_table_ref[table_row, owned // page_size]
         slot = page * page_size + owned % page_size
         k = _load_rows(k_ref, (slot, kv_head), lane).astype(q.dtype)
+        v = _load_rows(v_ref, (slot, kv_head), lane).astype(q.dtype)  # asked for before k is waited for
         products = triton.dot(q, k, trans_b=True)
         products = products if k_scale is None else products * k_scale
         scores = scoring.scores(products, kv_position[None, :] - position[:, None], slope)
@@ -142,7 +143,6 @@ def _kernel(
         new_peak = jnp.maximum(peak, scores.max(axis=1))
         fade = jnp.exp2((peak - new_peak) * unit)
         weights = jnp.exp2(scores * unit - (new_peak * unit)[:, None])
-        v = _load_rows(v_ref, (slot, kv_head), lane).astype(q.dtype)
         acc = acc * fade[:, None] + triton.dot(weights.astype(v.dtype), v)
         return acc, new_peak, total * fade + weights.sum(axis=1)
 

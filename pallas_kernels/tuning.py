@@ -20,20 +20,21 @@ Kind = Literal["narrow", "own", "wide", "shared"]
 @dataclasses.dataclass(frozen=True)
 class Tuning:
     """rows: query tokens of a tile (R, which others call block_q over the group). programs: how many of a tile and a KV
-    head fill the device; with fewer, ranges are to be cut. spare: how many fewer where what runs beside them has more
-    to read."""
+    head fill the device; with fewer, ranges are to be cut. own_time: how many positions of such a tile take the time
+    of one that narrow tiles read beside them, for each KV head. spare: how many programs fewer where that is long."""
 
     rows: int
     config: Config | HopperConfig
     programs: int
     spare: int = 0
+    own_time: float = 0.0
 
 
 # One program a multiprocessor. Before JAX 0.12 XLA leaves this kernel out of the CUDA graph: too dear where a step is
 # short, as those of shared tiles are.
 ON_HOPPER = {"wide": Tuning(0, HopperConfig(), 132)}
 if jax.__version_info__ >= (0, 12):
-    ON_HOPPER["shared"] = Tuning(0, HopperConfig(), 128, spare=64)
+    ON_HOPPER["shared"] = Tuning(0, HopperConfig(), 128, spare=64, own_time=0.009)
 
 
 def tuning_for(

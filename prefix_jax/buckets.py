@@ -31,8 +31,9 @@ CHANGES_OF_PROMPT = 1024  # entries of the page table, which a long prompt chang
 class Tiling:
     """What the attention implementation wants of a plan. wide_rows: query tokens in a wide tile. narrow_programs,
     wide_programs: how many (tile, KV head) programs fill the device; with fewer, ranges are cut. 0: never cut.
-    shared_programs: the same for wide tiles that run beside narrow ones, spare_programs fewer where these have more to
-    read. costs: of tiles that read pages for several chunks; None: every chunk reads all of its own.
+    shared_programs: the same for wide tiles that run beside narrow ones, spare_programs fewer where these take longer;
+    own_time: of one position of a KV head in all narrow tiles, in positions of a wide one. costs: of tiles that read
+    pages for several chunks; None: every chunk reads all of its own.
 
     fixed: where not 0, all tiles are wide and cut at its multiples, of which a sequence has at most max_splits, so that
     a row's bits depend on its sequence alone.
@@ -43,6 +44,7 @@ class Tiling:
     wide_programs: int = 0
     shared_programs: int = 0
     spare_programs: int = 0
+    own_time: float = 0.0
     max_splits: int = 32
     costs: Costs | None = None
     fixed: int = 0
@@ -202,11 +204,12 @@ def _make_bucket(
         # Empty tiles cost as well: room for some 320 programs in many small runs.
         shared = {
             "fill": fill,
-            "spare": min(fill - 1, tiling.spare_programs // num_kv_heads) if kind == "shared" else 0,
             "shared_tiles": max(fill, min(samples // 8, 320 // num_kv_heads)) + -(-num_tokens // rows),
             "shared_partials": num_tokens + max(8 * samples, 1024),
         }
     if kind == "shared":
+        spare, own_time = min(fill - 1, tiling.spare_programs // num_kv_heads), tiling.own_time * num_kv_heads
+        shared |= {"spare": spare, "own_time": own_time}
         shapes.append(TileShape(shared["shared_tiles"], rows, partials=shared["shared_partials"], **shared))
     if kind == "mixed":
         splits = tiling.splits(tiling.wide_programs, -(-num_tokens // rows), num_kv_heads)

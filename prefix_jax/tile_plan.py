@@ -32,7 +32,9 @@ class TileShape:
     multiples instead. partials: room for results of cut tokens.
 
     shared_tiles, shared_partials: what of these is kept for ranges that chunks share. fill: tiles that fill the device,
-    which such ranges are cut into; `spare` fewer where the chunks' own ranges, which are read beside them, are more.
+    which such ranges are cut into. own_time: of what the chunks read for themselves beside these tiles, the time that a
+    position takes, in positions of a tile; so much earlier every second tile ends, or where that is too early, `spare`
+    fewer fill the device.
     """
 
     tiles: int
@@ -45,6 +47,7 @@ class TileShape:
     shared_partials: int = 0
     fill: int = 1
     spare: int = 0
+    own_time: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -111,8 +114,10 @@ def tile_plan(
     begins = _own_begins(runs, len(rows), page_size)
     found: list[list[_Ranges]] = [[] for _ in shapes]
     if runs:
-        pieces = run_pieces(runs, starts, lengths, shapes[-1], page_size)
-        found[-1].append(_share(runs, pieces, rows, firsts, lengths, num_ranges[-1], shapes[-1].rows, page_size))
+        pieces, shorter = run_pieces(runs, starts, lengths, shapes[-1], page_size)
+        found[-1].append(
+            _share(runs, pieces, shorter, rows, firsts, lengths, num_ranges[-1], shapes[-1].rows, page_size)
+        )
     narrow = lengths == 1 if len(shapes) > 1 else np.ones(len(lengths), bool)
     for shape, ranges, counts, chosen in zip(shapes, found, num_ranges, (narrow, ~narrow), strict=False):
         if not chosen.any():
@@ -151,26 +156,35 @@ def _own_begins(runs: Sequence[Run], num_chunks: int, page_size: int) -> PerChun
 
 def run_pieces(
     runs: Sequence[Run], starts: PerChunk, lengths: PerChunk, wide: TileShape, page_size: int
-) -> Int[np.ndarray, " runs"]:
-    """Into how many ranges each run is cut: as many as fill the device once, if they and their results fit."""
+) -> Int[np.ndarray, "2 runs"]:
+    """Into how many ranges each run is cut: as many as fill the device once, if they and their results fit. And how
+    many positions every second range is shorter than those before and behind it."""
     own = int((starts + lengths - _own_begins(runs, len(starts), page_size)).sum())  # positions read besides
     tokens = np.array([lengths[run.members].sum() for run in runs])
     size = np.array([run.last - run.first for run in runs]) * page_size
     if wide.fixed:
-        return size // wide.fixed
+        return np.stack([size // wide.fixed, np.zeros_like(size)])
     tiles = -(-tokens // wide.rows)
-    shared = int(tiles @ size)
-    longest = max(MIN_SHARED_RANGE, page_size, shared // (wide.fill - (wide.spare if own > shared else 0)))
-    while True:
-        pieces = np.maximum(1, size // longest)
-        if pieces.max() == 1 or (pieces @ tokens <= wide.shared_partials and pieces @ tiles <= wide.shared_tiles):
-            return pieces
-        longest *= 2
+
+    def pieces_for(fill: int) -> Int[np.ndarray, " runs"]:
+        longest = max(MIN_SHARED_RANGE, page_size, int(tiles @ size) // fill)
+        while True:
+            pieces = np.maximum(1, size // longest)
+            if pieces.max() == 1 or (pieces @ tokens <= wide.shared_partials and pieces @ tiles <= wide.shared_tiles):
+                return pieces
+            longest *= 2
+
+    pieces = pieces_for(wide.fill)
+    # In steps, so that a plan stays as it is for some tokens.
+    shorter = np.where(pieces > 1, int(own * wide.own_time) // MIN_SHARED_RANGE * MIN_SHARED_RANGE, 0)
+    if (size - (pieces + 1) // 2 * shorter < pieces * MIN_SHARED_RANGE)[pieces > 1].any():
+        pieces, shorter = pieces_for(wide.fill - wide.spare), np.zeros_like(size)
+    return np.stack([pieces, shorter])
 
 
 def _share(
-    runs: Sequence[Run], pieces: Int[np.ndarray, " runs"], rows: PerChunk, firsts: PerChunk, lengths: PerChunk,
-    num_ranges: Int[np.ndarray, " T"], width: int, page_size: int,
+    runs: Sequence[Run], pieces: Int[np.ndarray, " runs"], shorter: Int[np.ndarray, " runs"], rows: PerChunk,
+    firsts: PerChunk, lengths: PerChunk, num_ranges: Int[np.ndarray, " T"], width: int, page_size: int,
 ) -> _Ranges:  # fmt: skip
     """Tiles of up to `width` of the tokens of each run, over each of its pieces; counts them in `num_ranges`."""
     members = np.concatenate([run.members for run in runs])
@@ -195,7 +209,8 @@ def _share(
     step = max(RANGE_STEP, page_size)
 
     def edge(i):
-        inner = (first[run] + (last - first)[run] * i // pieces[run] + step // 2) // step * step
+        stretched = (last - first + pieces // 2 * shorter)[run] * i // pieces[run] - i // 2 * shorter[run]
+        inner = (first[run] + stretched + step // 2) // step * step
         return np.where(i == 0, first[run], np.where(i == pieces[run], last[run], inner))
 
     return _Ranges(

@@ -33,7 +33,8 @@ def make_batcher(
     on its sequence alone."""
     on_gpu = is_compiled(attention)
     narrow, wide, shared = (_tuning(kind, config, dtype, attention, page_size) for kind in ("narrow", "wide", "shared"))
-    programs = (narrow.programs, wide.programs, shared.programs, shared.spare) if attention.startswith("pallas") else ()
+    programs = narrow.programs, wide.programs, shared.programs, shared.spare, shared.own_time
+    programs = programs if attention.startswith("pallas") else ()
     costs = _shared_costs(config, dtype, wide.rows) if forest or (forest is None and on_gpu) else None
     tiling = Tiling(wide.rows, *programs, costs=costs)
     if bitwise:

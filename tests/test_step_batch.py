@@ -238,7 +238,7 @@ def test_a_step_laid_out_from_the_last_one_is_laid_out_right(seed, shares):
     rng = random.Random(seed)
     engine = FakeEngine(rng.choice([24, 60]), budget=24, num_seqs=5, max_len=40)
     costs = Costs(4, wide=0.4, tile=0.0, partial=0.0, launch=0.0, min_sequences=2) if shares else None
-    tiling = Tiling(4, costs=costs, shared_programs=4, spare_programs=2)
+    tiling = Tiling(4, costs=costs, shared_programs=4, spare_programs=2, own_time=0.5)
     engine.batcher = Batcher(make_buckets(5, 24, 1, tiling), 5, 10, page_size=4, costs=costs)
     engine.device.batcher = engine.batcher
     again, kinds = engine.batcher._lay_out_again, []

@@ -1,5 +1,7 @@
 """The tile plan against a count of every (token, position) pair, in capacities that hold every legal plan."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -131,17 +133,33 @@ def test_cut_ranges_are_long_enough_to_be_worth_it(end, splits):
     assert len(reads) > 1 or splits == 1 or end < 2 * shape.min_range
 
 
-@pytest.mark.parametrize(("prefix", "own", "pieces"), [(2048, 1024, 4), (2048, 4096, 2), (1024, 500, 4), (512, 600, 2)])
-def test_shared_ranges_leave_half_of_the_device_to_longer_own_ones(prefix, own, pieces):
-    """Two rows in one tile, cut into four pieces at most, or two; none below 256 positions."""
+@pytest.mark.parametrize(
+    ("prefix", "own", "sizes"),
+    [
+        (2048, 40, [512] * 4),  # in 40 positions nothing is gained
+        (4096, 512, [1152, 896] * 2),  # every second one ends 256 positions earlier: half of 512
+        (4096, 2048, [1536, 512] * 2),
+        (4096, 4096, [2048] * 2),  # there would be no room for pieces that are 2048 positions shorter
+        (4097 * 16, 512, [16512, 16256, 16512, 16272]),  # cut at whole steps of the kernel
+        (2048, 4096, [1024] * 2),
+        (512, 600, [256] * 2),  # none is below 256 positions
+    ],
+)
+def test_shared_ranges_leave_room_to_own_ones_as_long_as_these_take(prefix, own, sizes):
+    """Two rows in one tile, cut into four pieces, of which every second is shorter, or into two that are alike."""
     shapes = (
         TileShape(2, 1, partials=2),
-        TileShape(8, 32, partials=99, shared_tiles=8, shared_partials=99, fill=4, spare=2),
+        TileShape(8, 32, partials=99, shared_tiles=8, shared_partials=99, fill=4, spare=2, own_time=0.5),
     )
-    run = Run(np.arange(2), 0, prefix, gain=1.0)
+    run = Run(np.arange(2), 0, prefix // 16, gain=1.0)
     starts = np.full(2, prefix + own // 2 - 1)
-    plan = tile_plan(np.arange(2), starts, np.ones(2, int), num_tokens=2, shapes=shapes, runs=[run])
-    assert np.count_nonzero(plan.lists[1].end) == pieces
+    plan = tile_plan(np.arange(2), starts, np.ones(2, int), num_tokens=2, shapes=shapes, runs=[run], page_size=16)
+    edges = np.cumsum([0, *sizes]).tolist()
+    for token, reads in enumerate(tiles_of_tokens(plan, 2, shapes)):
+        assert [read[:3] for read in reads] == [
+            *((*piece, 0) for piece in itertools.pairwise(edges)), (prefix, prefix + own // 2, token),
+        ]  # fmt: skip
+        assert len({(read[3], read[4]) for read in reads}) == len(reads), "each has a partial result of its own"
 
 
 @pytest.mark.parametrize("tiling", TILINGS)
