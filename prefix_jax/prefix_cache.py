@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from math import inf
@@ -245,7 +245,8 @@ class PrefixCache:
             if node.expires < expires:
                 node.expires = expires
             node.readers -= 1
-            self._release(node)
+            if not node.readers:
+                self._release(node)
         table.root.readers -= 1
         self.trie.drop_unused(table.root)
         self.tables.remove(table)
@@ -386,23 +387,14 @@ class PrefixCache:
     def follow(self, node: Node, tokens: array, num_pages: int) -> tuple[Node, int]:
         """The last page that a table of `tokens` would find, and the number of pages up to it; the first `num_pages`
         are known to lead to `node`."""
-        behind = self._walk(node, self._keys(tokens, num_pages, (len(tokens) - 1) // self.page_size))
+        behind = node.path(self._keys(tokens, num_pages, (len(tokens) - 1) // self.page_size))
         return (behind[-1] if behind else node), num_pages + len(behind)
 
     def _keys_behind(self, nodes: list[Node], tokens: array) -> Iterator[bytes]:
         return self._keys(tokens, len(nodes), (len(tokens) - 1) // self.page_size)
 
     def _match(self, root: Node, tokens: array, num_pages: int) -> list[Node]:
-        return self._walk(root, self._keys(tokens, 0, num_pages))
-
-    def _walk(self, node: Node, keys: Iterable[bytes]) -> list[Node]:
-        """The published pages below `node` that these keys lead to, as far as there are."""
-        path = []
-        for key in keys:
-            if (node := node.child(key)) is None:
-                break
-            path.append(node)
-        return path
+        return root.path(self._keys(tokens, 0, num_pages))
 
     def _has(self, root: Root, tokens: array, column: int) -> bool:
         """Whether a namespace has the page of this column, and so all before it."""
@@ -411,8 +403,8 @@ class PrefixCache:
 
     def _hold_path(self, table: PageTable) -> PageTable:
         """A new table over published pages becomes one of their readers."""
+        self.num_idle -= sum([node.is_idle for node in table.nodes])
         for held in table.nodes:
-            self._hold(held)
             held.readers += 1
             held.uses += 1
         table.root.readers += 1

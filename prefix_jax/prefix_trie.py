@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -54,8 +54,18 @@ class Node:
 
     def child(self, key: bytes) -> Node | None:
         """The child whose page holds exactly these tokens."""
-        i = bisect_left(self.keys, key)
-        return self.children[i] if i < len(self.keys) and self.keys[i] == key else None
+        return next(iter(self.path([key])), None)
+
+    def path(self, keys: Iterable[bytes]) -> list[Node]:
+        """The pages below this one that these keys lead to, as far as there are."""
+        node, path = self, []
+        for key in keys:
+            i = bisect_left(node.keys, key)
+            if i == len(node.keys) or node.keys[i] != key:
+                break
+            node = node.children[i]
+            path.append(node)
+        return path
 
     def add(self, key: bytes, page: int, step: int) -> Node:
         """Hangs a new page below this one; the caller has checked that the key is not there."""

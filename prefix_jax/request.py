@@ -235,7 +235,7 @@ class Sequence:
         "request", "tokens", "prompt_len", "order", "seed", "index", "leader", "computed_len", "scored_len", "pending",
         "row", "table", "prefixes", "planned_step", "num_cached_tokens", "num_published_tokens", "hit_end", "rules",
         "first_token_time", "finished_time", "finish_reason", "stop_reason", "logprobs", "cumulative_logprob",
-        "prompt_logprobs", "text", "num_given", "num_unfinished", "due", "turn",
+        "prompt_logprobs", "text", "num_given", "num_unfinished", "due", "turn", "prompt_list",
     )  # fmt: skip
 
     def __init__(self, request: Request, order: int, seed: int, index: int = 0, leader: Sequence | None = None):
@@ -269,6 +269,7 @@ class Sequence:
         self.num_given = 0  # tokens of the output that a result had, while it streams
         self.due = 0  # the start, counting all sequences', that a fair policy gives it at the latest
         self.turn: int | None = None  # in the forecast of its batch
+        self.prompt_list: list[int] | None = None
 
     def reset(self) -> None:
         """Forgets all that is on the device, as if it had just arrived with the tokens it has."""
@@ -299,6 +300,13 @@ class Sequence:
     def next_read(self) -> int:
         """The first position still to be computed whose logits are read."""
         return (self.scored_len if self.scored_len < self.prompt_len else self.length) - 1
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """Made once, as all results of a request that streams show it."""
+        if self.prompt_list is None:
+            self.prompt_list = self.tokens[: self.prompt_len].tolist()
+        return self.prompt_list
 
     @property
     def output_token_ids(self) -> list[int]:
