@@ -310,8 +310,8 @@ class Engine:
         spilled = self.tier.take_unsettled() if self.tier is not None else ()
         tokens, logprobs = self.runner.dispatch(self.batcher.build(plan))
         for chunk in plan.chunks:
-            if chunk.length > 1:  # what its results show is made while the device computes
-                _ = (chunk.sequence.leader or chunk.sequence).prompt_token_ids
+            if chunk.length > 1:
+                chunk.sequence.list_prompt()  # for its results, while the device computes
         return InFlight(plan, tokens, logprobs, spilled)
 
     def spill(self) -> None:

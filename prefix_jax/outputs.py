@@ -36,7 +36,7 @@ class OutputMaker:
         return RequestOutput(
             request.request_id,
             request.prompt,
-            leader.prompt_token_ids,
+            leader.list_prompt(),
             [self._completion(answer) for answer in answers],
             num_cached_tokens=leader.num_cached_tokens or 0,
             num_published_tokens=sum(answer.num_published_tokens for answer in answers),

@@ -302,15 +302,15 @@ class Sequence:
         return (self.scored_len if self.scored_len < self.prompt_len else self.length) - 1
 
     @property
-    def prompt_token_ids(self) -> list[int]:
-        """Made once, as all results of a request that streams show it."""
-        if self.prompt_list is None:
-            self.prompt_list = self.tokens[: self.prompt_len].tolist()
-        return self.prompt_list
-
-    @property
     def output_token_ids(self) -> list[int]:
         return self.tokens[self.prompt_len :].tolist()
+
+    def list_prompt(self) -> list[int]:
+        """The prompt's tokens, made once for all answers and, of a stream, all results."""
+        leader = self.leader or self
+        if leader.prompt_list is None:
+            leader.prompt_list = leader.tokens[: leader.prompt_len].tolist()
+        return leader.prompt_list
 
 
 class TokenLogprobs(NamedTuple):
