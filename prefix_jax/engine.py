@@ -29,8 +29,9 @@ from prefix_jax.outputs import OutputMaker
 from prefix_jax.prefix_cache import PrefixCache
 from prefix_jax.prefix_pool import PrefixPool
 from prefix_jax.request import Request, RequestOutput, SamplingParams, Sequence, TokenLogprobs, refused_output
-from prefix_jax.runner import NOT_FINITE, Runner
+from prefix_jax.runner import Runner
 from prefix_jax.scheduler import Chunk, Scheduler, StepPlan
+from prefix_jax.step import NOT_FINITE
 from prefix_jax.tiling import make_batcher
 from prefix_jax.token_rules import TokenRules
 from prefix_jax.tokenizer import Tokenizer

@@ -24,7 +24,7 @@ from render_results import Figure, device_name, write_results
 from pallas_kernels import BESIDE_OPTIONS, Config, HopperConfig, default_implementation, is_compiled, paged_attention
 from prefix_jax.buckets import Bucket
 from prefix_jax.models.llama import LlamaConfig
-from prefix_jax.runner import batch_merge, batch_tiles
+from prefix_jax.step import batch_merge, batch_tiles
 from prefix_jax.step_batch import Batcher
 from prefix_jax.tile_plan import tile_plan
 from prefix_jax.tiling import make_batcher, tile_configs

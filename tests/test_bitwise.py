@@ -11,7 +11,7 @@ from engines import TINY, generate, greedy, make_llm, random_prompts, tokens_of
 from pallas_kernels import paged_attention
 from prefix_jax.buckets import Bucket, Tiling, make_buckets
 from prefix_jax.forest import Costs, Run, choose_runs
-from prefix_jax.runner import batch_merge, batch_tiles
+from prefix_jax.step import batch_merge, batch_tiles
 from prefix_jax.tile_plan import TilePlan, tile_plan
 
 PAGE, FIXED, LENGTH = 16, 128, 600

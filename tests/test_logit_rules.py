@@ -27,7 +27,7 @@ from test_kernel_lowering import an_h200
 from pallas_kernels.logit_rules import BLOCK, MAX_BIASES, LogitRules, apply_rules
 from pallas_kernels.logprobs import MAX_LOGPROBS
 from prefix_jax import LLM, SamplingParams, request
-from prefix_jax.runner import set_rules
+from prefix_jax.step import set_rules
 from prefix_jax.token_rules import TokenRules, no_rules
 
 IMPLEMENTATIONS = ["xla", "pallas_interpret"]
