@@ -166,8 +166,10 @@ def run_pieces(
         return np.stack([size // wide.fixed, np.zeros_like(size)])
     tiles = -(-tokens // wide.rows)
 
+    least = max(MIN_SHARED_RANGE, page_size)  # a shorter one might have no edge of a page within
+
     def pieces_for(fill: int) -> Int[np.ndarray, " runs"]:
-        longest = max(MIN_SHARED_RANGE, page_size, int(tiles @ size) // fill)
+        longest = max(least, int(tiles @ size) // fill)
         while True:
             pieces = np.maximum(1, size // longest)
             if pieces.max() == 1 or (pieces @ tokens <= wide.shared_partials and pieces @ tiles <= wide.shared_tiles):
@@ -177,7 +179,7 @@ def run_pieces(
     pieces = pieces_for(wide.fill)
     # In steps, so that a plan stays as it is for some tokens.
     shorter = np.where(pieces > 1, int(own * wide.own_time) // MIN_SHARED_RANGE * MIN_SHARED_RANGE, 0)
-    if (size - (pieces + 1) // 2 * shorter < pieces * MIN_SHARED_RANGE)[pieces > 1].any():
+    if (size - (pieces + 1) // 2 * shorter < pieces * least)[pieces > 1].any():
         pieces, shorter = pieces_for(wide.fill - wide.spare), np.zeros_like(size)
     return np.stack([pieces, shorter])
 

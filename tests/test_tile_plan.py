@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from prefix_jax.buckets import MAX_EXECUTABLES, Bucket, Tiling, make_buckets
 from prefix_jax.forest import Costs, Run
 from prefix_jax.step_batch import Batcher
-from prefix_jax.tile_plan import RANGE_STEP, TilePlan, TileShape, tile_plan
+from prefix_jax.tile_plan import RANGE_STEP, TilePlan, TileShape, run_pieces, tile_plan
 
 TILINGS = [Tiling(4), Tiling(32), Tiling(8, 64, 32), Tiling(16, 528, 264), Tiling(1, 16, 16, max_splits=4)]
 
@@ -160,6 +160,30 @@ def test_shared_ranges_leave_room_to_own_ones_as_long_as_these_take(prefix, own,
             *((*piece, 0) for piece in itertools.pairwise(edges)), (prefix, prefix + own // 2, token),
         ]  # fmt: skip
         assert len({(read[3], read[4]) for read in reads}) == len(reads), "each has a partial result of its own"
+
+
+@pytest.mark.parametrize("page_size", [8, 64, 256, 320, 384, 512, 1024])
+def test_no_shared_range_is_empty_however_large_the_pages(page_size):
+    """The partial result of a tile that reads nothing is merged, and nobody wrote it."""
+    rng = np.random.default_rng(page_size)
+    num_uneven = 0
+    for _ in range(200):
+        num_pages, own = rng.integers(2, max(60, 8000 // page_size)), rng.integers(1, 9000)
+        fill, own_time = rng.integers(2, 33), rng.choice([0.07, 0.3])
+        limits = {"shared_tiles": 64, "shared_partials": 999, "fill": int(fill), "own_time": float(own_time)}
+        shapes = (TileShape(2, 1, partials=2), TileShape(64, 32, partials=999, **limits))
+        run = Run(np.arange(2), 0, int(num_pages), gain=1.0)
+        starts = np.full(2, num_pages * page_size + own - 1)
+        num_uneven += run_pieces([run], starts, np.ones(2, int), shapes[1], page_size)[1].any()
+        plan = tile_plan(
+            np.arange(2), starts, np.ones(2, int), num_tokens=2, shapes=shapes, runs=[run], page_size=page_size
+        )
+        for reads in tiles_of_tokens(plan, 2, shapes):
+            assert all(start < end for start, end, *_ in reads)
+            assert reads[0][0] == 0 and reads[-1][1] == num_pages * page_size + own
+            assert all(before[1] == after[0] for before, after in itertools.pairwise(reads))
+        assert plan.merge.count[1].max(initial=0) == np.count_nonzero(plan.lists[1].end)
+    assert num_uneven
 
 
 @pytest.mark.parametrize("tiling", TILINGS)
