@@ -310,8 +310,8 @@ class Engine:
         self.num_steps += 1
         spilled = self.tier.take_unsettled() if self.tier is not None else ()
         tokens, logprobs = self.runner.dispatch(self.batcher.build(plan))
-        for chunk in plan.chunks:
-            if chunk.length > 1:
+        if plan.num_tokens > len(plan.chunks):
+            for chunk in plan.chunks:
                 chunk.sequence.list_prompt()  # for its results, while the device computes
         return InFlight(plan, tokens, logprobs, spilled)
 

@@ -36,7 +36,7 @@ class OutputMaker:
         return RequestOutput(
             request.request_id,
             request.prompt,
-            [*leader.list_prompt()] if request.streams else leader.list_prompt(),  # each result's own
+            [*leader.list_prompt()],  # each result's own
             [self._completion(answer) for answer in answers],
             num_cached_tokens=leader.num_cached_tokens or 0,
             num_published_tokens=sum(answer.num_published_tokens for answer in answers),

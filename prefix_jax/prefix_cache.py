@@ -245,8 +245,7 @@ class PrefixCache:
             if node.expires < expires:
                 node.expires = expires
             node.readers -= 1
-            if not node.readers:
-                self._release(node)
+            self._release(node)
         table.root.readers -= 1
         self.trie.drop_unused(table.root)
         self.tables.remove(table)
@@ -403,8 +402,8 @@ class PrefixCache:
 
     def _hold_path(self, table: PageTable) -> PageTable:
         """A new table over published pages becomes one of their readers."""
-        self.num_idle -= sum([node.is_idle for node in table.nodes])
         for held in table.nodes:
+            self._hold(held)
             held.readers += 1
             held.uses += 1
         table.root.readers += 1
