@@ -229,7 +229,7 @@ def _parameters(
     q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     qkv_rows = {"q": q_rows, "k": kv_rows, "v": kv_rows}
     by_kv_head = partial(_fused, rows=(model.split.local.num_kv_heads, -1, config.head_dim), axis=1)
-    by_column = partial(_fused, rows=(1, -1))
+    by_block = partial(_fused, rows=(-1, 1, model.split.mlp_block), axis=1)
 
     def joined(parts, *packed):
         """The tensors of `parts`, or the first of `packed` that is stored, with their rows one after the other."""
@@ -252,7 +252,7 @@ def _parameters(
             yield layer.k_norm, {f"{attention}.k_norm.weight": (config.head_dim,)}, _as_is
         yield layer.o, {f"{attention}.o_proj.weight": (width, q_rows)}, _fused
         yield layer.mlp_norm, {f"{prefix}.{before_mlp}.weight": (width,)}, _as_is
-        yield layer.gate_up, joined(gate_up, f"{mlp}.gate_up_proj.weight"), by_column
+        yield layer.gate_up, joined(gate_up, f"{mlp}.gate_up_proj.weight"), by_block
         yield layer.down, {f"{mlp}.down_proj.weight": (width, mlp_width)}, _fused
         if config.post_norms:
             yield layer.attention_post_norm, {f"{prefix}.post_attention_layernorm.weight": (width,)}, _as_is

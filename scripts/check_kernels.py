@@ -12,6 +12,7 @@ import numpy as np
 
 from pallas_kernels import default_implementation, paged_attention
 from pallas_kernels.cases import CASES, HOPPER_CASES, Case, build
+from pallas_kernels.gated_product import gated_product, product_on_hopper
 from pallas_kernels.logit_rules import LogitRules
 from pallas_kernels.norm import add_rms_norm
 from pallas_kernels.qkv import rotate_and_write
@@ -120,6 +121,15 @@ def check_rotation(implementation: str, seed: int, dtype: str = "bfloat16") -> s
     return differences(got, again, want, 2 * TOLERANCE[dtype])
 
 
+def check_product(seed: int, num_tokens: int, dtype: str = "bfloat16") -> str | None:
+    """Gate, up and SiLU in one product on Hopper, in more and in fewer tiles than there are multiprocessors."""
+    rng = np.random.default_rng(seed)
+    x, weight = (jnp.asarray(rng.normal(0, 1, shape), dtype) for shape in ((num_tokens, 512), (512, 512, 2, 16)))
+    want = gated_product(x.astype(jnp.float32), weight.astype(jnp.float32))
+    got, again = (product_on_hopper(x, weight) for _ in range(2))
+    return differences([got], [again], [want], TOLERANCE[dtype])
+
+
 def differences(got, again, want, tolerance: float) -> str | None:
     """What is wrong with some arrays, if anything."""
     for one, second, right in zip(got, again, want, strict=True):
@@ -152,9 +162,16 @@ def main() -> None:
         for (case, dtype), fault in zip(cases, results, strict=True):
             faults += fault is not None
             print(f"{case.name:24} {dtype:10} {fault or 'ok'}", flush=True)
-    others = {"sampling": check_sampling, "sum and norm": check_norm, "rotation and K, V": check_rotation}
+    implementation = args.implementation.replace("_hopper", "")
+    others = {
+        "sampling": functools.partial(check_sampling, implementation),
+        "sum and norm": functools.partial(check_norm, implementation),
+        "rotation and K, V": functools.partial(check_rotation, implementation),
+    }
+    if args.implementation == "pallas_hopper":
+        others |= {f"gated product, {n}": functools.partial(check_product, num_tokens=n) for n in (128, 256, 384, 1024)}
     for name, check_other in others.items():
-        fault = check_other(args.implementation.replace("_hopper", ""), args.seed)
+        fault = check_other(seed=args.seed)
         faults += fault is not None
         print(f"{name:24} {'':10} {fault or 'ok'}", flush=True)
     print(f"{len(cases) + len(others) - faults} passed, {faults} failed")

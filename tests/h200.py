@@ -36,7 +36,7 @@ platform_name: "CUDA" runtime_version { major: 13 minor: 0 } dnn_version_info { 
 device_description_str: "NVIDIA H200"
 """
 TINY = LlamaConfig(
-    vocab_size=1024, hidden_size=512, intermediate_size=1024, num_layers=2, num_heads=32, num_kv_heads=8, head_dim=128,
+    vocab_size=1024, hidden_size=512, intermediate_size=14336, num_layers=2, num_heads=32, num_kv_heads=8, head_dim=128,
     max_position=2048,
 )  # fmt: skip
 

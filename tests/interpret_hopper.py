@@ -1,5 +1,6 @@
-"""Runs the kernel for Hopper in Mosaic's interpreter and compares it with the reference; a process of its own, because
-the interpreter wants a thread for each warpgroup (NPROC). Arguments: names of cases. Prints the largest errors."""
+"""Runs the kernels for Hopper in Mosaic's interpreter and compares them with references; a process of its own, because
+the interpreter wants a thread for each warpgroup (NPROC). Arguments: names of cases of attention, or "gated_product"
+and a number of tokens. Prints the largest errors."""
 
 import sys
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import pallas_kernels.gated_product as gated_product
 from pallas_kernels import HopperConfig, paged_attention
 from pallas_kernels.cases import HOPPER_CASES, build
 from pallas_kernels.reference import reference
@@ -29,7 +31,25 @@ def largest_error(case) -> float:
     return float(np.abs(out - np.asarray(want))[~a.idle].max())
 
 
+def largest_error_of_product(num_tokens: int, activation: str) -> float:
+    """Of a row, over its norm; of the tiles some programs take several and others none."""
+    gated_product.NUM_MULTIPROCESSORS = 4
+    rng = np.random.default_rng(0)
+    x, weight = (jnp.asarray(rng.normal(0, 1, shape), jnp.bfloat16) for shape in ((num_tokens, 128), (128, 40, 2, 16)))
+    out = gated_product.product_on_hopper(x, weight, activation, interpret=True)
+    gate, up = (np.asarray(weight[:, :, i].reshape(128, -1), np.float32) for i in range(2))
+    x = np.asarray(x, np.float32)
+    activate = jax.nn.silu if activation == "silu" else jax.nn.gelu
+    want = np.asarray(activate(x @ gate)) * (x @ up)
+    error = np.linalg.norm(np.asarray(out, np.float32) - want, axis=1)
+    return float((error / np.linalg.norm(want, axis=1)).max())
+
+
 if __name__ == "__main__":
+    names = sys.argv[1:]
+    if names[0] == "gated_product":
+        for activation in ("silu", "gelu_tanh"):
+            print(activation, largest_error_of_product(int(names[1]), activation), flush=True)
     for case in HOPPER_CASES:
-        if case.name in sys.argv[1:]:
+        if case.name in names:
             print(case.name, largest_error(case), flush=True)

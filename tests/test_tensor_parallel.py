@@ -363,19 +363,24 @@ def test_checkpoints_go_into_the_shards_of_any_mesh(num, kind, tmp_path):
     one = load_model(folder, config, dtype=jnp.float32)
     model = load_model(folder, config, dtype=jnp.float32, mesh=mesh_of(num, first=8 - num))
     named = [jax.tree.leaves(nnx.state(m), is_leaf=lambda x: isinstance(x, nnx.Param)) for m in (one, model)]
-    for whole, parts in zip(*named, strict=True):
-        value = parts.get_value()
+    for alone, parts in zip(*named, strict=True):
+        value, layout = parts.get_value(), (parts.kind, parts.axis, parts.whole)
         assert value.dtype == jnp.float32 and len(value.devices()) == num
         assert value.is_fully_replicated == (parts.kind is None)
-        back = model.split.gather(value, parts.kind, parts.axis, parts.whole)
-        np.testing.assert_array_equal(back, whole.get_value())
+        whole = one.split.gather(alone.get_value(), *layout)
+        assert whole.shape == parts.whole
+        np.testing.assert_array_equal(model.split.gather(value, *layout), whole)
         if parts.kind is not None:
-            again = model.split.spread(whole.get_value(), parts.kind, parts.axis, value.shape)
+            again = model.split.spread(whole, parts.kind, parts.axis, value.shape)
             np.testing.assert_array_equal(again, value), "zeros in all other places"
-    arrays = [[p.get_value() for p in leaves] for leaves in named]
     layout = [(p.kind, p.axis, p.whole) for p in named[1]]
-    whole = weights.fingerprint(arrays[1], lambda index, array: model.split.gather(array, *layout[index]))
-    assert whole == weights.fingerprint(arrays[0])
+    prints = [
+        weights.fingerprint(
+            [p.get_value() for p in leaves], lambda index, array, m=m: m.split.gather(array, *layout[index])
+        )
+        for m, leaves in zip((one, model), named, strict=True)
+    ]
+    assert prints[0] == prints[1]
 
 
 @pytest.mark.parametrize("num", NUMS)
@@ -387,8 +392,11 @@ def test_random_weights_are_those_of_one_device(num):
     )
     named = [jax.tree.leaves(nnx.state(m), is_leaf=lambda x: isinstance(x, nnx.Param)) for m in (one, model)]
     for whole, parts in zip(*named, strict=True):
-        back = model.split.gather(parts.get_value(), parts.kind, parts.axis, parts.whole)
-        np.testing.assert_array_equal(back, whole.get_value())
+        values = (
+            m.split.gather(p.get_value(), parts.kind, parts.axis, parts.whole)
+            for m, p in ((one, whole), (model, parts))
+        )
+        np.testing.assert_array_equal(*values)
 
 
 @pytest.mark.parametrize("kind", ["hf", "orbax"])

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.gated_product import Activation, gated_product
 from pallas_kernels.norm import add_rms_norm, rms_norm
 from pallas_kernels.qkv import rotate_and_write
 from pallas_kernels.tiles import Scales
@@ -60,7 +61,7 @@ class LlamaConfig:
     window: int | None = None  # positions that a token of a local layer sees
     local_layers: tuple[bool, ...] = ()  # which layers have the window; empty: none
     local_rope_theta: float | None = None  # of local layers, where theirs is another
-    activation: Literal["silu", "gelu_tanh"] = "silu"
+    activation: Activation = "silu"
     norm_offset: float = 0.0  # norms multiply by their weight and this
     post_norms: bool = False  # behind attention and behind the MLP as well as before them
     embed_scale: float = 1.0
@@ -153,10 +154,6 @@ def _product(equation: str, x: Array, weight: Array, out_dtype: Any = None) -> A
     return jnp.einsum(equation, x, weight, precision=precision, preferred_element_type=out_dtype)
 
 
-def _activate(name: str, gate: Array) -> Array:
-    return jax.nn.silu(gate) if name == "silu" else jax.nn.gelu(gate, approximate=True)
-
-
 def _initial(key: Array, shape: tuple[int, ...], dtype: Any, start: float | None) -> Array:
     initial = nnx.initializers.normal(0.02) if start is None else nnx.initializers.constant(start)
     return initial(key, shape, dtype)
@@ -181,12 +178,12 @@ def _parameter(
 ) -> nnx.Param:
     """Random values, or `start` everywhere; without `rngs` there is a shape to be filled. With a mesh each device has
     its units of the kind along the axis, and the values are those of one device."""
-    whole, padded = shape(split.config), shape(split.padded)
+    whole, padded = shape(split.config), split.placed_shape(shape(split.padded), kind)
     sharding = None if mesh is None else NamedSharding(mesh, spec(kind, axis))
     if rngs is None:
         value = jax.ShapeDtypeStruct(padded, dtype, sharding=sharding)
     elif mesh is None:
-        value = _initial(rngs.params(), whole, dtype, start)
+        value = split.spread(_initial(rngs.params(), whole, dtype, start), kind, axis, padded)
     else:
         value = _initial_parts(rngs.params(), whole, dtype, start, split, kind, axis, padded, sharding)
     return nnx.Param(value, kind=kind, axis=axis, whole=whole)
@@ -215,7 +212,7 @@ class LlamaLayer(nnx.Module):
             self.q_norm, self.k_norm = new_norm(lambda c: (c.head_dim,)), new_norm(lambda c: (c.head_dim,))
         self.o = new(lambda c: (c.num_heads * c.head_dim, c.hidden_size), "q")
         self.mlp_norm = new_norm(_width)
-        self.gate_up = new(lambda c: (c.hidden_size, 2, c.intermediate_size), "mlp", 2)
+        self.gate_up = new(lambda c: (c.hidden_size, 2, c.intermediate_size), "gate_up", 1)
         self.down = new(lambda c: (c.intermediate_size, c.hidden_size), "mlp")
         if config.post_norms:
             self.attention_post_norm, self.mlp_post_norm = new_norm(_width), new_norm(_width)
@@ -244,8 +241,7 @@ class LlamaLayer(nnx.Module):
                 delta = rms_norm(delta, self.attention_post_norm[...], **norm_options)
         with jax.named_scope("mlp"):
             x, normed = norm(x, delta, self.mlp_norm[...])
-            gate_up = _product("te,ecf->tcf", normed, self.gate_up[...])
-            activated = _activate(config.activation, gate_up[:, 0]) * gate_up[:, 1]
+            activated = gated_product(normed, self.gate_up[...], config.activation, implementation=implementation)
             delta = self.split.sum(_product("tf,fe->te", activated, self.down[...]))
             if config.post_norms:
                 delta = rms_norm(delta, self.mlp_post_norm[...], **norm_options)

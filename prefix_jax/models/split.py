@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped
 
+from pallas_kernels.gated_product import BLOCK
 from pallas_kernels.scoring import alibi_slopes
 
 AXIS = "model"
@@ -99,8 +100,25 @@ class Split:
         sizes = {name: len(self.places[kind][1]) // parts for name, kind in names.items()}
         return replace(self.config, **sizes)
 
+    @cached_property
+    def mlp_block(self) -> int:
+        """MLP columns of a device that stay together in `gate_up`: so many of gate, then as many of up."""
+        return math.gcd(BLOCK, self.local.intermediate_size)
+
+    def placed_shape(self, shape: tuple[int, ...], kind: str | None) -> tuple[int, ...]:
+        """How `spread` lays out an array of the padded config's shape."""
+        if kind != "gate_up":
+            return shape
+        width, both, columns = shape
+        return width, columns // self.mlp_block, both, self.mlp_block
+
     def spread(self, whole: Shaped[Array, "..."], kind: str | None, axis: int, shape: tuple[int, ...]) -> Array:
-        """The model's units of a kind along an axis, in their places, as `shape`; of no kind, as it is."""
+        """The model's units of a kind along an axis, in their places, as `shape`; of no kind, as it is. gate_up: MLP
+        columns of both [E, 2, F], in blocks."""
+        if kind == "gate_up":
+            width, blocks, both, block = shape
+            columns = self.spread(whole, "mlp", 2, (width, both, blocks * block))
+            return columns.reshape(width, both, blocks, block).swapaxes(1, 2)
         if kind is None or self._is_in_place(kind):
             return whole
         num, places = self.places[kind]
@@ -109,6 +127,9 @@ class Split:
 
     def gather(self, spread: Shaped[Array, "..."], kind: str | None, axis: int, shape: tuple[int, ...]) -> Array:
         """What `spread` spread."""
+        if kind == "gate_up":
+            width, blocks, both, block = spread.shape
+            return self.gather(spread.swapaxes(1, 2).reshape(width, both, blocks * block), "mlp", 2, shape)
         if kind is None or self._is_in_place(kind):
             return spread
         known, first = np.unique(self.places[kind][1], return_index=True)
