@@ -5,7 +5,6 @@ on Hopper a kernel then needs no second pass over what the product yields.
 """
 
 import functools
-import math
 from typing import Literal
 
 import jax
@@ -13,13 +12,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 Activation = Literal["silu", "gelu_tanh"]
 
 BLOCK = 16  # columns of gate, then as many of up
 ROWS, HALF = 128, 64  # of a tile, and of each of the two warpgroups that compute
 COLUMNS = 128  # of gate, and of up, in a tile
+ROWS_TOGETHER = 8  # of tiles, one below the other, before the next columns: so long these stay in the cache
 BLOCK_K, NUM_STAGES = 64, 4
 SWIZZLE = 128  # bytes
 NUM_MULTIPROCESSORS = 132
@@ -31,16 +31,18 @@ def gated_product(
     x: Float[Array, "T E"],
     weight: Float[Array, "E blocks 2 block"],
     activation: Activation = "silu",
+    num_tokens: Int[Array, "1"] | None = None,
     *,
     implementation: str = "xla",
 ) -> Float[Array, "T F"]:
     """activation(x @ gate) * (x @ up), with F = blocks * block: weight[:, i // block, 0, i % block] is column i of
     gate, and weight[:, i // block, 1, i % block] that of up.
 
+    num_tokens: that are to be computed, the first ones; None: all. Of the others the result may be anything.
     "pallas_hopper" takes a kernel for Hopper where that is faster than XLA; it rounds once, XLA also what lies between.
     """
     if implementation == "pallas_hopper" and IN_GRAPH and refusal(x, weight) is None and _fills_device(x, weight):
-        return product_on_hopper(x, weight, activation)
+        return product_on_hopper(x, weight, activation, num_tokens)
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     both = jnp.einsum("te,ebcf->tbcf", x, weight, precision=precision)
     return (_activate(activation, both[:, :, 0]) * both[:, :, 1]).reshape(len(x), -1)
@@ -75,6 +77,7 @@ def product_on_hopper(
     x: Float[Array, "T E"],
     weight: Float[Array, "E blocks 2 block"],
     activation: Activation = "silu",
+    num_tokens: Int[Array, "1"] | None = None,
     *,
     interpret: bool = False,
 ) -> Float[Array, "T F"]:
@@ -83,9 +86,9 @@ def product_on_hopper(
     columns, if there are two, are computed beside each other and read them once. NotImplementedError: see refusal."""
     if why := refusal(x, weight):
         raise NotImplementedError(f"this kernel {why}")
-    (num_tokens, width), num_columns = x.shape, weight.shape[1] * BLOCK
-    pair = 2 if num_tokens % (2 * ROWS) == 0 else 1
-    grid = num_tokens // (ROWS * pair), num_columns // COLUMNS
+    (capacity, width), num_columns = x.shape, weight.shape[1] * BLOCK
+    pair = 2 if capacity % (2 * ROWS) == 0 else 1
+    across, programs = num_columns // COLUMNS, NUM_MULTIPROCESSORS // pair
     swizzled = plgpu.TilingTransform((8, SWIZZLE // 2)), plgpu.SwizzleTransform(SWIZZLE)
     by_block = plgpu.TilingTransform((8, BLOCK)), plgpu.SwizzleTransform(2 * BLOCK)  # results are stored block by block
 
@@ -106,15 +109,19 @@ def product_on_hopper(
             compute_context=around,
         )
 
-    def kernel(x_ref, weight_ref, out_ref):
+    def kernel(x_ref, weight_ref, num_tokens_ref, out_ref):
         def program(ring, stage):
-            me = lax.axis_index("warpgroup")
+            me, first = lax.axis_index("warpgroup"), lax.axis_index("program")
             mine = pl.ds(me * HALF, HALF)
+            down = pl.cdiv(num_tokens_ref[0], ROWS * pair)
 
-            @plgpu.nd_loop((math.prod(grid),), collective_axes="program")
-            def _(loop):
-                # Eight rows of tiles after each other, so that the columns of weights stay in the cache.
-                row, column = plgpu.planar_snake(loop.index[0], grid, 0, 8)
+            @pl.loop(0, pl.cdiv(jnp.maximum(down * across - first, 0), programs))
+            def _(i):
+                # Band by band, in each column by column.
+                tile, band = first + i * programs, ROWS_TOGETHER * across
+                top, place = lax.div(tile, band) * ROWS_TOGETHER, lax.rem(tile, band)
+                height = jnp.minimum(down - top, ROWS_TOGETHER)
+                row, column = top + lax.rem(place, height), lax.div(place, height)
                 rows = pl.ds((row * pair + lax.axis_index("pair")) * ROWS, ROWS)
 
                 def step(_, x_block, weight_block, both):
@@ -126,9 +133,9 @@ def product_on_hopper(
                     def tile(both):
                         multiply(both)
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the tile before
-                        for i in range(0, COLUMNS, BLOCK):
-                            gate, up = (both[:, pl.ds(2 * i + j, BLOCK)] for j in (0, BLOCK))
-                            stage[me, :, pl.ds(i, BLOCK)] = (_activate(activation, gate) * up).astype(x.dtype)
+                        for c in range(0, COLUMNS, BLOCK):
+                            gate, up = (both[:, pl.ds(2 * c + j, BLOCK)] for j in (0, BLOCK))
+                            stage[me, :, pl.ds(c, BLOCK)] = (_activate(activation, gate) * up).astype(x.dtype)
                         plgpu.commit_smem()
                         of_tile = out_ref.at[rows, pl.ds(column * COLUMNS, COLUMNS)]
                         plgpu.copy_smem_to_gmem(stage.at[me], of_tile.at[mine])
@@ -147,9 +154,9 @@ def product_on_hopper(
 
     return pl.kernel(
         kernel,
-        jax.ShapeDtypeStruct((num_tokens, num_columns), x.dtype),
+        jax.ShapeDtypeStruct((capacity, num_columns), x.dtype),
         mesh=plgpu.Mesh(
-            grid=(NUM_MULTIPROCESSORS // pair,),
+            grid=(programs,),
             grid_names=("program",),
             cluster=(pair,),
             cluster_names=("pair",),
@@ -159,4 +166,4 @@ def product_on_hopper(
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
         interpret=plgpu.InterpretGPUParams() if interpret else False,
         name="gated_product",
-    )(x, weight.reshape(width, -1))
+    )(x, weight.reshape(width, -1), jnp.array([capacity], jnp.int32) if num_tokens is None else num_tokens)

@@ -90,7 +90,7 @@ class Bucket:
         fields: dict[str, tuple[int, ...]] = dict.fromkeys(("token", "source", "position", "row"), (t,))
         fields |= dict.fromkeys(("change_index", "change_page"), (max(t, self.num_changes),))
         fields |= dict.fromkeys(("sample_token", "sample_row", "sample_position", "target", *SAMPLING_FIELDS), (k,))
-        fields["seed"] = (k, 2)
+        fields |= {"seed": (k, 2), "num_tokens": (1,)}
         for kind, shape in zip(self.lists, self.shapes, strict=True):
             fields |= {f"{kind}.{name}": (shape.tiles,) for name in ("row", "start", "end")}
             fields[f"{kind}.token"] = fields[f"{kind}.partial"] = (shape.tiles, shape.rows)

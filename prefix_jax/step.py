@@ -64,7 +64,7 @@ def step(
         implementation=attention,
         configs=configs,
     )
-    hidden, store = model(tokens, position, slots, store, attend, attention, scales)
+    hidden, store = model(tokens, position, slots, store, attend, attention, scales, batch["num_tokens"])
     with jax.named_scope("sample"):
         read = hidden[batch["sample_token"]]
         logits = model.logits(read)

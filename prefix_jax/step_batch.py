@@ -140,6 +140,7 @@ class Batcher:
         views = bucket.unpack(packed)
         count = plan.num_tokens
         ends = np.cumsum(lengths)
+        views["num_tokens"][:] = count
         views["row"][:] = self.max_num_seqs
         views["row"][:count] = np.repeat(rows, lengths)
         for i in np.flatnonzero(written > starts):

@@ -1,6 +1,6 @@
 """Runs the kernels for Hopper in Mosaic's interpreter and compares them with references; a process of its own, because
 the interpreter wants a thread for each warpgroup (NPROC). Arguments: names of cases of attention, or "gated_product"
-and a number of tokens. Prints the largest errors."""
+and how many tokens there is room for and are. Prints the largest errors."""
 
 import sys
 
@@ -31,14 +31,14 @@ def largest_error(case) -> float:
     return float(np.abs(out - np.asarray(want))[~a.idle].max())
 
 
-def largest_error_of_product(num_tokens: int, activation: str) -> float:
+def largest_error_of_product(capacity: int, num_tokens: int, activation: str) -> float:
     """Of a row, over its norm; of the tiles some programs take several and others none."""
     gated_product.NUM_MULTIPROCESSORS = 4
     rng = np.random.default_rng(0)
-    x, weight = (jnp.asarray(rng.normal(0, 1, shape), jnp.bfloat16) for shape in ((num_tokens, 128), (128, 40, 2, 16)))
-    out = gated_product.product_on_hopper(x, weight, activation, interpret=True)
+    x, weight = (jnp.asarray(rng.normal(0, 1, shape), jnp.bfloat16) for shape in ((capacity, 128), (128, 40, 2, 16)))
+    out = gated_product.product_on_hopper(x, weight, activation, jnp.array([num_tokens]), interpret=True)[:num_tokens]
     gate, up = (np.asarray(weight[:, :, i].reshape(128, -1), np.float32) for i in range(2))
-    x = np.asarray(x, np.float32)
+    x = np.asarray(x, np.float32)[:num_tokens]
     activate = jax.nn.silu if activation == "silu" else jax.nn.gelu
     want = np.asarray(activate(x @ gate)) * (x @ up)
     error = np.linalg.norm(np.asarray(out, np.float32) - want, axis=1)
@@ -49,7 +49,7 @@ if __name__ == "__main__":
     names = sys.argv[1:]
     if names[0] == "gated_product":
         for activation in ("silu", "gelu_tanh"):
-            print(activation, largest_error_of_product(int(names[1]), activation), flush=True)
+            print(activation, largest_error_of_product(*map(int, names[1:]), activation), flush=True)
     for case in HOPPER_CASES:
         if case.name in names:
             print(case.name, largest_error(case), flush=True)

@@ -135,10 +135,11 @@ def test_the_kernel_for_hopper_equals_the_reference():
 @pytest.mark.skipif(
     jax.__version_info__ < (0, 11, 2), reason="Mosaic's interpreter for GPU kernels came with JAX 0.11.2"
 )
-@pytest.mark.parametrize("num_tokens", [128, 256, 384])
-def test_the_gated_product_for_hopper_equals_the_reference(num_tokens):
-    """One row of tiles, two that run beside each other, three; fewer tiles than programs, and more."""
-    lines = run_apart("interpret_hopper.py", "gated_product", str(num_tokens), NPROC="16").stdout.splitlines()
+@pytest.mark.parametrize("sizes", [(128, 128), (256, 129), (384, 384), (512, 200), (2560, 2300)])
+def test_the_gated_product_for_hopper_equals_the_reference(sizes):
+    """Capacity and tokens: one row of tiles, two that run beside each other, three, some that have no token and are
+    left out, more than stay together; fewer tiles than programs, and more."""
+    lines = run_apart("interpret_hopper.py", "gated_product", *map(str, sizes), NPROC="16").stdout.splitlines()
     errors = {name: float(error) for name, error in map(str.split, lines)}
     assert sorted(errors) == ["gelu_tanh", "silu"]
     assert max(errors.values()) < 5e-3, "what rounding to bfloat16 costs"

@@ -217,7 +217,7 @@ class LlamaLayer(nnx.Module):
         if config.post_norms:
             self.attention_post_norm, self.mlp_post_norm = new_norm(_width), new_norm(_width)
 
-    def __call__(self, x, delta, phases, slots, k_slots, v_slots, scales, attend: Attend, implementation: str):
+    def __call__(self, x, delta, phases, slots, k_slots, v_slots, scales, attend: Attend, implementation, num_tokens):
         """Takes and returns the residual stream in two parts, x and what is still to be added to it [T, E], and
         k_slots, v_slots; this step's K and V are written before `attend` reads."""
         config = self.config
@@ -241,7 +241,9 @@ class LlamaLayer(nnx.Module):
                 delta = rms_norm(delta, self.attention_post_norm[...], **norm_options)
         with jax.named_scope("mlp"):
             x, normed = norm(x, delta, self.mlp_norm[...])
-            activated = gated_product(normed, self.gate_up[...], config.activation, implementation=implementation)
+            activated = gated_product(
+                normed, self.gate_up[...], config.activation, num_tokens, implementation=implementation
+            )
             delta = self.split.sum(_product("tf,fe->te", activated, self.down[...]))
             if config.post_norms:
                 delta = rms_norm(delta, self.mlp_post_norm[...], **norm_options)
@@ -280,13 +282,15 @@ class Llama(nnx.Module):
         attend: Attend,
         implementation: str = "xla",
         scales: Sequence[Scales | None] | None = None,
+        num_tokens: Int[Array, "1"] | None = None,
     ) -> tuple[Float[Array, "T E"], KVStore]:
         """One step. Token t stands at `positions[t]`, its K and V go to `slots[t]` (one past the end: nowhere).
 
         `attend(q [T, Hq, D], k_slots, v_slots) -> [T, Hq, D]` reads the slots of one layer, with `scales=` those of the
         layer where there are any, and scale=, softcap=, window=, alibi_slopes= as paged_attention has them where they
-        are not its defaults. implementation: of the small kernels, as of attention. Returns the final-normed hidden
-        states and the store with this step written.
+        are not its defaults. implementation: of the small kernels, as of attention. num_tokens: how many there are,
+        behind which all is padding; None: T. Returns the final-normed hidden states, of padding anything, and the store
+        with this step written.
         """
         config = self.config
         x = self.split.rows(self.embed[...], tokens)
@@ -298,7 +302,8 @@ class Llama(nnx.Module):
         @partial(jax.jit, static_argnums=0)  # traced once for all layers of one kind, which have one graphdef
         def run_layer(graphdef, state, x, delta, k_slots, v_slots, scales):
             layer = nnx.merge(graphdef, state)
-            return layer(x, delta, phases[layer.local], slots, k_slots, v_slots, scales, attend, implementation)
+            arrays = x, delta, phases[layer.local], slots, k_slots, v_slots, scales
+            return layer(*arrays, attend, implementation, num_tokens)
 
         written = []
         for layer, (k_slots, v_slots), scale in zip(
