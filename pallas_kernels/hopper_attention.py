@@ -222,43 +222,21 @@ def _kernel(
             plgpu.barrier_arrive(smem.turn.at[0])
             plgpu.barrier_wait(smem.turn.at[0])
 
-        def score(i, acc=None, weights=None):
-            """Scores of a step, and in the same turn acc and the values of the step before, by their weights. The turns
-            are such that one warpgroup has the matrix units while the other is at its softmax."""
-            slot, before = lax.rem(i, num_stages), lax.rem(i - 1, num_stages)
-            keys = smem.k.at[slot].transpose((1, 0))
-            plgpu.barrier_wait(smem.k_ready.at[slot])
-
-            def alone(scores):
-                plgpu.wgmma(scores, q, keys)
-                take_turns()
-                return scores[...]
-
-            def both(refs):
-                scores, out = refs
-                plgpu.wgmma(scores, q, keys)
-                plgpu.wgmma(out, weights, smem.v.at[before])
-                take_turns()
-
-            shape = (HALF, block_kv)
-            if weights is not None:
-                plgpu.barrier_wait(smem.v_ready.at[before])
-                plgpu.barrier_wait(smem.turn.at[0])
-            if weights is not None and not interpret:  # whose wgmma takes no operand from registers
-                none = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), wgmma)
-                scores, acc = pl.run_state(both)((plgpu.ACC.init(none), plgpu.ACC.init(acc)))
-            else:
-                scores = pl.run_scoped(alone, plgpu.ACC(shape, jnp.float32))
-                if weights is not None:
-                    acc += jnp.dot(weights, smem.v[before], preferred_element_type=jnp.float32)
-            plgpu.barrier_arrive(smem.k_used.at[slot])
-            if weights is not None:
-                plgpu.barrier_arrive(smem.v_used.at[before])
-            return scores, acc
-
-        def weigh(i, scores, acc, peak, total, masked):
-            """The weights of a step's values; acc and total are of the steps before."""
+        def step(i, carry, masked):
+            """The turns are such that one warpgroup has the matrix units while the other is at its softmax."""
+            acc, peak, total = carry
+            slot = lax.rem(i, num_stages)
             begin = first + i * block_kv
+            k, v = smem.k.at[slot], smem.v.at[slot]
+
+            def score(out):
+                plgpu.wgmma(out, q, k.transpose((1, 0)))
+                take_turns()
+                return out[...]
+
+            plgpu.barrier_wait(smem.k_ready.at[slot])
+            scores = pl.run_scoped(score, plgpu.ACC((HALF, block_kv), jnp.float32))
+            plgpu.barrier_arrive(smem.k_used.at[slot])
             if masked:
                 # Read: what is computed is kept in 64 registers through all steps, and spilled.
                 column = plgpu.layout_cast(smem.plan[COLUMN, pl.ds(0, block_kv)], by_column)
@@ -271,49 +249,35 @@ def _kernel(
             weights = jnp.exp2(scores * to_log2 - lax.broadcast_in_dim(new_peak, scores.shape, [0]))
             acc *= lax.broadcast_in_dim(fade, acc.shape, [0])
             total = total * fade + weights.sum(axis=1)
-            carry = lax.optimization_barrier((acc, new_peak, total, weights.astype(x_ref.dtype)))
+            weights = weights.astype(x_ref.dtype)
+            acc, total, new_peak, weights = lax.optimization_barrier((acc, total, new_peak, weights))
             plgpu.barrier_arrive(smem.turn.at[0])
-            return carry
-
-        def step(i, carry, masked):
-            acc, peak, total, weights = carry
-            scores, acc = score(i, acc, weights)
-            return weigh(i, scores, acc, peak, total, masked)
-
-        def add_last(acc, weights):
-            """The values of the last step."""
-            slot = lax.rem(steps - 1, num_stages)
-            v = smem.v.at[slot]
             plgpu.barrier_wait(smem.v_ready.at[slot])
             plgpu.barrier_wait(smem.turn.at[0])
+            if masked:  # 0 * NaN is NaN: nobody wrote what lies behind the end in its page
 
-            @pl.when(lax.rem(stop, box) > 0)  # 0 * NaN is NaN: nobody wrote what lies behind the end in its page
-            def _():
-                for j in range(0, block_kv, HALF):
-                    part = v.at[pl.ds(j, HALF)]
-                    old = plgpu.layout_cast(part[...], wgmma)
-                    position = plgpu.broadcasted_iota(jnp.int32, old.shape, 0, layout=wgmma)
-                    position += first + (steps - 1) * block_kv + j
-                    part[...] = jnp.where(position < stop, old, 0)  # the other warpgroup may write the same
-                plgpu.commit_smem()
+                @pl.when((begin + block_kv > stop) & (lax.rem(stop, box) > 0))
+                def _():
+                    for j in range(0, block_kv, HALF):
+                        part = v.at[pl.ds(j, HALF)]
+                        old = plgpu.layout_cast(part[...], wgmma)
+                        position = plgpu.broadcasted_iota(jnp.int32, old.shape, 0, layout=wgmma) + (begin + j)
+                        part[...] = jnp.where(position < stop, old, 0)  # the other warpgroup may write the same
+                    plgpu.commit_smem()
 
-            if interpret:
+            if interpret:  # whose wgmma takes no operand from registers
                 acc += jnp.dot(weights, v[...], preferred_element_type=jnp.float32)
             else:
                 acc = pl.run_state(lambda out: plgpu.wgmma(out, weights, v))(plgpu.ACC.init(acc))
             plgpu.barrier_arrive(smem.v_used.at[slot])
-            return acc
+            return acc, new_peak, total
 
         acc = plgpu.layout_cast(jnp.zeros((HALF, head_dim), jnp.float32), wgmma)
         peak = plgpu.layout_cast(jnp.full((HALF,), MASKED, jnp.float32), by_row)
         total = plgpu.layout_cast(jnp.zeros((HALF,), jnp.float32), by_row)
         pl.when(me == 1)(take_turns)
-        scores, _ = score(0)
-        carry = weigh(0, scores, acc, peak, total, masked=True)
-        whole_steps = jnp.maximum(unmasked, 1)
-        carry = lax.fori_loop(1, whole_steps, functools.partial(step, masked=False), carry)
-        acc, peak, total, weights = lax.fori_loop(whole_steps, steps, functools.partial(step, masked=True), carry)
-        acc = add_last(acc, weights)
+        carry = lax.fori_loop(0, unmasked, functools.partial(step, masked=False), (acc, peak, total))
+        acc, peak, total = lax.fori_loop(unmasked, steps, functools.partial(step, masked=True), carry)
         pl.when(me == 0)(take_turns)
         seen = limit > start  # a row that sees nothing has the weights of masked scores
         total = jnp.where(seen, total, 1.0)
