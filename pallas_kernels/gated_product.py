@@ -41,7 +41,8 @@ def gated_product(
     num_tokens: that are to be computed, the first ones; None: all. Of the others the result may be anything.
     "pallas_hopper" takes a kernel for Hopper where that is faster than XLA; it rounds once, XLA also what lies between.
     """
-    if implementation == "pallas_hopper" and IN_GRAPH and refusal(x, weight) is None and _fills_device(x, weight):
+    suits = implementation == "pallas_hopper" and IN_GRAPH and refusal(x, weight) is None
+    if suits and fills_device(len(x), weight.shape[1] * BLOCK):
         return product_on_hopper(x, weight, activation, num_tokens)
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     both = jnp.einsum("te,ebcf->tbcf", x, weight, precision=precision)
@@ -63,12 +64,11 @@ def refusal(x: Float[Array, "T E"], weight: Float[Array, "E blocks 2 block"]) ->
     return None
 
 
-def _fills_device(x: Array, weight: Array) -> bool:
-    """Whether the multiprocessors all have a tile in nearly all rounds; the fewer tokens, the more the library leaves
-    unused itself."""
-    num_tiles = len(x) // ROWS * (weight.shape[1] * BLOCK // COLUMNS)
+def fills_device(num_tokens: int, num_columns: int) -> bool:
+    """Whether nearly all multiprocessors have a tile in every round; of few tokens the library leaves more unused."""
+    num_tiles = num_tokens // ROWS * (num_columns // COLUMNS)
     places = -(-num_tiles // NUM_MULTIPROCESSORS) * NUM_MULTIPROCESSORS
-    return num_tiles >= places * (0.84 if len(x) <= 384 else 0.86)
+    return num_tiles >= places * (0.84 if num_tokens <= 384 else 0.86)
 
 
 # Lowering takes a second: once for all layers of a model.

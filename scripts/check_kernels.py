@@ -122,11 +122,13 @@ def check_rotation(implementation: str, seed: int, dtype: str = "bfloat16") -> s
 
 
 def check_product(seed: int, num_tokens: int, dtype: str = "bfloat16") -> str | None:
-    """Gate, up and SiLU in one product on Hopper, in more and in fewer tiles than there are multiprocessors."""
+    """Gate, up and SiLU in one product on Hopper, in more and in fewer tiles than there are multiprocessors, behind
+    which there is room for 28 tokens more."""
     rng = np.random.default_rng(seed)
     x, weight = (jnp.asarray(rng.normal(0, 1, shape), dtype) for shape in ((num_tokens, 512), (512, 512, 2, 16)))
-    want = gated_product(x.astype(jnp.float32), weight.astype(jnp.float32))
-    got, again = (product_on_hopper(x, weight) for _ in range(2))
+    real = num_tokens - 28
+    want = gated_product(x.astype(jnp.float32), weight.astype(jnp.float32))[:real]
+    got, again = (product_on_hopper(x, weight, "silu", jnp.array([real]))[:real] for _ in range(2))
     return differences([got], [again], [want], TOLERANCE[dtype])
 
 
@@ -169,7 +171,7 @@ def main() -> None:
         "rotation and K, V": functools.partial(check_rotation, implementation),
     }
     if args.implementation == "pallas_hopper":
-        others |= {f"gated product, {n}": functools.partial(check_product, num_tokens=n) for n in (128, 256, 384, 1024)}
+        others |= {f"gated product, {n}": functools.partial(check_product, num_tokens=n) for n in (128, 384, 1024)}
     for name, check_other in others.items():
         fault = check_other(seed=args.seed)
         faults += fault is not None

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import random
 
+import jax
 import numpy as np
 import pytest
 from engines import (
@@ -31,7 +32,9 @@ from engines import (
 )
 from oracle import OracleLlama
 
+from pallas_kernels.gated_product import gated_product
 from prefix_jax import LLM, tiling
+from prefix_jax.models import llama
 
 # Against the oracle ---------------------------------------------------------------------------------------------------
 
@@ -383,6 +386,28 @@ def test_shared_tiles_never_change_a_token(nobodys_memory_is_nan, monkeypatch):
     assert reads[0] == [(0, 40, 24), *([(40, 64, 6)] * 4)], "the root once for all, each branch once for its six"
     assert all(read == reads[0] for read in reads), "and as long as they run"
     check_greedy(outputs)
+
+
+@pytest.mark.parametrize("attention", ["xla", pytest.param("pallas_interpret", marks=pytest.mark.slow)])
+def test_hidden_states_of_padding_may_be_anything(attention, nobodys_memory_is_nan, monkeypatch):
+    """The kernel for Hopper leaves them as it finds them: here NaN, in prompts, chunks, hits and shared tiles."""
+    counts = []
+
+    def leave_padding(x, weight, activation, num_tokens, *, implementation):
+        counts.append((len(x), num_tokens.shape))
+        real = jax.numpy.arange(len(x))[:, None] < num_tokens
+        return jax.numpy.where(real, gated_product(x, weight, activation), jax.numpy.nan)
+
+    monkeypatch.setattr(llama, "gated_product", leave_padding)
+    llm = LLM(tiny_folder(), use_tqdm=False, attention=attention, page_size=4, forest=True, check=True, **WIDE)
+    assert set(counts) == {(bucket.num_tokens, (1,)) for bucket in llm.engine.batcher.buckets}
+    prompts = tree_of_prompts()
+    outputs = generate(llm, prompts, greedy(12))
+    assert cached_of(outputs) == [0, *([64] * 5), *([40, *([64] * 5)] * 3)]
+    check_greedy(outputs)
+    again = generate(llm, prompts, greedy(12))
+    assert cached_of(again) == [len(prompt) - 1 for prompt in prompts]
+    assert tokens_of(again) == tokens_of(outputs)
 
 
 def test_short_chunks_over_a_shared_prefix_share_its_tiles(monkeypatch):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from test_kernel_lowering import an_h200
 
+from pallas_kernels import gated_product as gated
 from pallas_kernels.norm import add_rms_norm
 from pallas_kernels.qkv import rotate_and_write
 from pallas_kernels.scoring import alibi_slopes
@@ -35,6 +36,56 @@ def test_add_rms_norm(width, offset, dtype, implementation):
 
 def normed64(x, weight):
     return x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + 0.1) * weight
+
+
+def gated_arrays(num_tokens, width, columns, dtype, block=gated.BLOCK):
+    """x, and gate and up as [width, columns] each and in blocks."""
+    rng = np.random.default_rng(3)
+    x, gate, up = (rng.standard_normal(s) / 8 for s in ((num_tokens, width), (width, columns), (width, columns)))
+    blocks = np.stack([gate, up], axis=1).reshape(width, 2, columns // block, block).swapaxes(1, 2)
+    return jnp.asarray(x, dtype), gate, up, jnp.asarray(blocks, dtype)
+
+
+@pytest.mark.parametrize(("columns", "block"), [(96, 16), (36, 4), (7, 1)])
+def test_gate_and_up_lie_in_turns(columns, block):
+    """SiLU and the tanh form of GELU (Hendrycks and Gimpel, 2016) by their definitions."""
+    x, gate, up, blocks = gated_arrays(5, 24, columns, "float32", block)
+    gate, up = np.asarray(x, np.float64) @ gate, np.asarray(x, np.float64) @ up
+    silu = gate / (1 + np.exp(-gate))
+    gelu = gate / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)))
+    for activation, activated in (("silu", silu), ("gelu_tanh", gelu)):
+        out = gated.gated_product(x, blocks, activation, jnp.array([3]))
+        assert out.shape == (5, columns) and out.dtype == x.dtype
+        np.testing.assert_allclose(np.asarray(out)[:3], (activated * up)[:3], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dtype", "said"),
+    [
+        ((128, 64, 128), "float32", "bfloat16 or float16, got float32"),
+        ((100, 64, 128), "bfloat16", r"multiples of 128 tokens .* got \(100, 64\)"),
+        ((128, 96, 128), "bfloat16", r"a width of 64, got \(128, 96\)"),
+        ((128, 64, 96), "bfloat16", r"a multiple of 8 of them, got \(64, 6, 2, 16\)"),
+    ],
+)
+def test_the_gated_kernel_says_what_it_cannot_take(sizes, dtype, said):
+    x, _, _, blocks = gated_arrays(*sizes, dtype)
+    with pytest.raises(NotImplementedError, match=said):
+        gated.product_on_hopper(x, blocks)
+    whole = gated.gated_product(x, blocks, implementation="pallas_hopper")  # takes XLA
+    np.testing.assert_array_equal(whole, gated.gated_product(x, blocks))
+
+
+@pytest.mark.parametrize(
+    ("columns", "fills"),
+    [
+        (14336, {128: True, 256: True, 384: True, 512: False, 768: False, 1024: True, 1536: True, 8192: True}),
+        (11008, {256: False, 512: True, 8192: True}),
+    ],
+)
+def test_the_gated_kernel_is_taken_where_it_was_measured_to_be_faster(columns, fills):
+    """MLPs of Llama-3-8B and of Llama-2-7B on 132 multiprocessors."""
+    assert {num_tokens: gated.fills_device(num_tokens, columns) for num_tokens in fills} == fills
 
 
 def qkv_arrays(num_kv_heads, group, head_dim, dtype):
