@@ -122,8 +122,8 @@ def check_rotation(implementation: str, seed: int, dtype: str = "bfloat16") -> s
 
 
 def check_product(seed: int, num_tokens: int, dtype: str = "bfloat16") -> str | None:
-    """Gate, up and SiLU in one product on Hopper, in more and in fewer tiles than there are multiprocessors, behind
-    which there is room for 28 tokens more."""
+    """Gate, up and SiLU in one product on Hopper, in more and in fewer tiles than there are multiprocessors.
+    num_tokens: for which there is room, 28 more than there are."""
     rng = np.random.default_rng(seed)
     x, weight = (jnp.asarray(rng.normal(0, 1, shape), dtype) for shape in ((num_tokens, 512), (512, 512, 2, 16)))
     real = num_tokens - 28
